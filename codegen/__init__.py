@@ -1,0 +1,1 @@
+"""From scheduled TensorIR to code: ordered phases, compilers, cache and artifacts."""

@@ -1,0 +1,116 @@
+"""The artifact cache: one file per artifact, written atomically under a lock."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from tvm_attn import env
+from tvm_attn.errors import ArtifactError
+
+SUFFIX = ".tar"
+
+
+def cache_key(content: Mapping[str, Any]) -> str:
+    """Return the hash of what an artifact is made from.
+
+    Parameters
+    ----------
+    content : mapping
+        What is compiled in, as JSON-able values; the library's source and the versions of TVM are
+        added.
+    """
+    everything = {
+        **content,
+        "source": _source_hash(),
+        "tvm": importlib.metadata.version("apache-tvm"),
+        "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+    }
+    text = json.dumps(everything, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def cached(name: str, key: str, read: Callable[[Path], Any], make: Callable[[], bytes]) -> Any:
+    """Return ``read(path)`` of the artifact of a key, which ``make()`` writes if it is not there.
+
+    Two processes that want the same artifact make it once. A file that `read` refuses is made
+    again.
+
+    Parameters
+    ----------
+    name : str
+        Leading part of the file name, for people.
+    key : str
+        From `cache_key`.
+    read : callable
+        Raises `ArtifactError` if the file is corrupt.
+    make : callable
+        Returns the artifact's bytes.
+    """
+    path = _path(name, key)
+    log = env.logger("cache")
+    found = _try_read(path, read)
+    if found is not None:
+        log.debug("hit %s", path)
+        return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{path}.lock"):
+        found = _try_read(path, read)
+        if found is None:
+            log.info("building %s", path.name)
+            write_atomically(path, make())
+            found = read(path)
+    return found
+
+
+def is_cached(name: str, key: str) -> bool:
+    """Whether there is a file for a key; reading it may still find it corrupt."""
+    return _path(name, key).exists()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that no reader ever sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _path(name: str, key: str) -> Path:
+    return env.cache_dir() / f"{name}-{key}{SUFFIX}"
+
+
+def _try_read(path: Path, read: Callable[[Path], Any]) -> Any | None:
+    if not path.exists():
+        return None
+    try:
+        return read(path)
+    except ArtifactError as error:
+        env.logger("cache").info("discarding %s: %s", path, error)
+        return None
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash of every source file that a kernel may depend on."""
+    root = Path(__file__).parent.parent
+    package = root if (root / "spec.py").exists() else root / "tvm_attn"
+    digest = hashlib.sha256()
+    for folder in ("", "tir", "variants", "schedules", "schedules/primitives", "codegen"):
+        for file in sorted((package / folder).glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""Host code: scheduled TIR to a shared library, through LLVM and the system's linker."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tvm_attn import _compat
+from tvm_attn.codegen.vector_math import vectorize_math
+from tvm_attn.errors import CompileError
+from tvm_attn.target import BuildTarget
+
+LINKERS = ("cc", "gcc", "clang", "ld")
+
+
+@dataclass(frozen=True)
+class HostCode:
+    """What `compile_host` generates.
+
+    Attributes
+    ----------
+    library : bytes
+        An ELF shared library with a ``__tvm_ffi_<name>`` symbol for every function.
+    source : str
+        Its LLVM IR.
+    """
+
+    library: bytes
+    source: str
+
+
+def compile_host(functions: Mapping[str, Any], target: BuildTarget) -> HostCode:
+    """Compile TIR functions for a CPU.
+
+    Parameters
+    ----------
+    functions : mapping of str to tvm.tirx.PrimFunc
+        Functions by symbol.
+    target : BuildTarget
+        An ``llvm`` target.
+
+    Raises
+    ------
+    CompileError
+        If TVM or the linker refuses; the message has theirs.
+    """
+    tvm = _compat.import_tvm()
+    module = tvm.IRModule(
+        {name: f.with_attr("global_symbol", name) for name, f in functions.items()}
+    )
+    try:
+        module = vectorize_math(module)
+        executable = tvm.compile(module, target=target.to_tvm())
+    except Exception as error:
+        names = ", ".join(functions)
+        raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
+        code = Path(folder, "host.o")
+        executable.mod.write_to_file(str(code), "obj")
+        return HostCode(_link(code).read_bytes(), executable.mod.inspect_source("ll"))
+
+
+def _link(code: Path) -> Path:
+    linker = next((found for name in LINKERS if (found := shutil.which(name))), None)
+    if linker is None:
+        raise CompileError(
+            f"no linker found (tried {', '.join(LINKERS)}); install a C compiler, or load a kernel "
+            "that was exported elsewhere"
+        )
+    library = code.with_suffix(".so")
+    command = [linker, "-shared", "-o", str(library), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return library

@@ -1,0 +1,52 @@
+"""The phases a kernel goes through, recorded as text and dumped where the user wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tvm_attn import env
+
+
+class Phases:
+    """Keeps the text of every phase, and writes it under ``TVM_ATTN_DUMP`` if that is set.
+
+    Parameters
+    ----------
+    name : str
+        Folder to dump into, below the one the user gave.
+    progress : callable
+        Called with the name of each phase as it is done.
+
+    Attributes
+    ----------
+    texts : dict of str to str
+        ``tir.py``, ``scheduled.py``, ``source.ll``: what each phase made.
+    """
+
+    def __init__(self, name: str, progress: Callable[[str], None]):
+        self.texts: dict[str, str] = {}
+        self._name = name
+        self._progress = progress
+
+    def record(self, phase: str, functions: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the TVMScript of a phase's functions, and return them."""
+        self.note(f"{phase}.py", "\n\n".join(f.script() for f in functions.values()))
+        return dict(functions)
+
+    def note(self, name: str, text: str) -> None:
+        """Record a phase's text."""
+        self.texts[name] = text
+        self._progress(name)
+        env.logger("codegen").debug("%s: %d characters", name, len(text))
+        dump(self._name, {name: text})
+
+
+def dump(folder: str, texts: Mapping[str, str]) -> None:
+    """Write texts to a folder under ``TVM_ATTN_DUMP``, if that is set."""
+    root = env.dump_dir()
+    if root is None:
+        return
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (root / folder / name).write_text(text)

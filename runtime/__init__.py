@@ -1,0 +1,1 @@
+"""Plan and run: needs no compiler and no `import tvm`."""

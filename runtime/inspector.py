@@ -1,0 +1,203 @@
+"""The inspector: turns a batch's index arrays into a plan, on the host, without synchronising."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tvm_attn.bsr import BSR
+from tvm_attn.errors import PlanError
+from tvm_attn.runtime import sizes
+from tvm_attn.runtime.buffers import Buffers, Ints
+from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
+from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, Header, Status
+
+Params = dict[str, list[Any]]
+NONE = torch.empty(0, dtype=torch.int32)
+MAX_ROWS = 2**31 - 1
+
+
+class Inspector:
+    """Plans batches for one kernel.
+
+    Parameters
+    ----------
+    plan_batch, plan_work : callable
+        The compiled planner.
+    families : sequence of Family
+        Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
+        to the last.
+    group_size, num_kv_heads, num_ctas : int
+        Of the kernel, and of the machine.
+    """
+
+    def __init__(
+        self,
+        plan_batch: Callable[..., Any],
+        plan_work: Callable[..., Any],
+        families: Sequence[Family],
+        group_size: int,
+        num_kv_heads: int,
+        num_ctas: int,
+    ):
+        self._plan_batch = plan_batch
+        self._plan_work = plan_work
+        self._short, self._long = families
+        self._group_size = group_size
+        self._num_kv_heads = num_kv_heads
+        self._num_ctas = num_ctas
+
+    def plan(
+        self,
+        owner: object,
+        bsr: BSR,
+        bind: Callable[[Plan], Params],
+        fixed_split: int,
+        buffers: Buffers,
+    ) -> Plan:
+        """Check a batch and plan its work, into `buffers`.
+
+        `bind` returns the plan-time parameters once the batch is known to be valid.
+
+        Raises
+        ------
+        PlanError
+            If the arrays do not describe a valid batch; nothing is kept of it.
+        """
+        header = buffers.take("header", HEADER_WORDS)
+        batch = self._derive(bsr, header, buffers)
+        words = header.tolist()
+        if words[Header.STATUS] != Status.OK:
+            raise_status(words, bsr)
+        plan = Plan(owner, words, batch, buffers)
+        plan.params = bind(plan)
+        values = [value for given in plan.params.values() for value in given]
+        for family, units in (
+            (self._short, words[Header.UNITS_SHORT]),
+            (self._long, words[Header.UNITS_LONG]),
+        ):
+            if units:
+                plan.work.append(self._deal(plan, family, units, values, fixed_split, header))
+        return plan
+
+    def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
+        size = bsr.batch_size
+        indices = NONE if bsr.kv_indices is None else bsr.kv_indices
+        batch = [
+            buffers.take("qo_indptr", size + 1),
+            buffers.take("kv_indptr", size + 1),
+            buffers.take("kv_indices", indices.shape[0]),
+            buffers.take("kv_len", size),
+            buffers.take("q_pos_offset", size),
+            buffers.take("kv_pos_offset", size),
+        ]
+        self._plan_batch(
+            bsr.qo_indptr,
+            bsr.kv_indptr,
+            indices,
+            NONE if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
+            NONE if bsr.q_pos_offset is None else bsr.q_pos_offset,
+            NONE if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
+            bsr.page_size or 1,
+            self._group_size,
+            self._short.rows,
+            self._long.rows,
+            *batch,
+            header,
+        )
+        return batch
+
+    def _deal(
+        self,
+        plan: Plan,
+        family: Family,
+        units: int,
+        values: list[Any],
+        fixed_split: int,
+        header: Ints,
+    ) -> WorkList:
+        pieces = self._pieces(plan, family, units, fixed_split)
+        counts = (units, self._num_kv_heads, self._num_ctas, pieces)
+        max_slots = sizes.max_slots(*counts)
+        items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
+            plan.buffers, family.name, *counts
+        )
+        qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
+        short = family is self._short
+        self._plan_work(
+            qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
+            *values,
+            plan.batch_size, self._num_kv_heads, self._num_ctas, self._group_size,
+            1 if short else self._short.rows + 1,
+            self._short.rows if short else MAX_ROWS,
+            family.rows, family.block, family.overhead, fixed_split, max_slots,
+            scratch, items, cta_indptr, merge_items, merge_indptr, header,
+        )  # fmt: skip
+        words = header.tolist()
+        if words[Header.STATUS] != Status.OK:
+            raise RuntimeError(f"the planner overran its buffers: {Status(words[Header.STATUS])}")
+        merges = words[Header.NUM_MERGES]
+        return WorkList(
+            family,
+            items[: words[Header.NUM_ITEMS]],
+            cta_indptr,
+            merge_items[:merges],
+            merge_indptr[: merges + 1],
+            words[Header.NUM_SLOTS],
+            words[Header.MAX_LOAD],
+            wide(words, Header.TOTAL_LOAD_LO),
+        )
+
+    def _pieces(self, plan: Plan, family: Family, units: int, fixed_split: int) -> int:
+        if not fixed_split:
+            return 0
+        tiles = -(-plan.max_qo_len * self._group_size // family.rows)
+        return sizes.split_pieces(units, tiles, plan.num_kv_tokens, fixed_split)
+
+
+def _work_arrays(
+    buffers: Buffers, family: str, units: int, num_kv_heads: int, num_ctas: int, pieces: int
+) -> tuple[Ints, ...]:
+    """Return items, cta_indptr, merge_items, merge_indptr and scratch for that much work."""
+    items = sizes.max_items(units, num_kv_heads, num_ctas, pieces)
+    merges = sizes.max_merges(units, num_kv_heads, num_ctas, pieces)
+    return (
+        buffers.take(f"{family} items", items, ITEM_WORDS),
+        buffers.take(f"{family} cta_indptr", num_ctas + 1),
+        buffers.take(f"{family} merge_items", merges, MERGE_WORDS),
+        buffers.take(f"{family} merge_indptr", merges + 1),
+        buffers.take("scratch", sizes.scratch_words(units, num_ctas, pieces)),
+    )
+
+
+def raise_status(words: list[int], bsr: BSR) -> NoReturn:
+    """Raise the `PlanError` of a planner's verdict."""
+    where, value = words[Header.WHERE], words[Header.VALUE]
+    if words[Header.STATUS] == Status.TOO_LONG:
+        raise PlanError(
+            f"request {where} has {value} in {_too_long(where, value, bsr)}; its rows (query "
+            "tokens times group size), KV tokens and positions must stay within 2**30"
+        )
+    messages = {
+        Status.QO_INDPTR: f"qo_indptr[{where}] is {value}; it must start at 0 and never decrease",
+        Status.KV_INDPTR: f"kv_indptr[{where}] is {value}; it must start at 0 and never decrease",
+        Status.KV_INDICES_SHORT: f"kv_indices has {where} entries, kv_indptr[-1] asks for {value}",
+        Status.KV_INDEX: f"kv_indices[{where}] is {value}; page ids are at least 0",
+        Status.LAST_PAGE_LEN: (
+            f"kv_last_page_len[{where}] is {value}; a request with pages has 1..{bsr.page_size} "
+            "tokens in its last page"
+        ),
+    }
+    raise PlanError(messages[Status(words[Header.STATUS])])
+
+
+def _too_long(request: int, value: int, bsr: BSR) -> str:
+    """Name the array that gives a request this many tokens or pages, or this position."""
+    for name in ("q_pos_offset", "kv_pos_offset"):
+        offsets = getattr(bsr, name)
+        if offsets is not None and int(offsets[request]) == value:
+            return name
+    begin, end = bsr.qo_indptr[request : request + 2].tolist()
+    return "qo_indptr" if end - begin == value else "kv_indptr"

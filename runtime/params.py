@@ -1,0 +1,157 @@
+"""A variant's run-time parameters: from what the caller gave to what the kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
+from tvm_attn.spec import Param
+
+Lengths = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+NO_LENGTHS = (np.empty(0, np.int32), np.empty(0, np.int32))
+
+UNBOUNDED = 2**30
+"""What a negative value of a narrowing scalar means, such as a window of -1."""
+
+
+def check_names(params: Sequence[Param], given: Mapping[str, Any], at: str) -> None:
+    """Raise `VariantError` for a keyword that is no parameter of this kernel at this stage."""
+    known = [p.name for p in params if p.at == at or (at == "run" and p.narrows)]
+    for name in given:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            other = {"run": "plan", "plan": "run"}[at]
+            hint = f"; give it to {other}()" if any(p.name == name for p in params) else ""
+            raise VariantError(f"{name!r} is no parameter of {at}(); it takes: {allowed}{hint}")
+
+
+def plan_values(
+    params: Sequence[Param],
+    given: Mapping[str, Any],
+    lengths: Lengths,
+    sizes: Mapping[str, int],
+) -> dict[str, list[Any]]:
+    """Return the kernel arguments of every plan-time parameter, by parameter name.
+
+    They are the plan's own: arrays are copied. `lengths` are the batch's ``qo_len, kv_len``.
+    """
+    check_names(params, given, "plan")
+    return {
+        p.name: [_owned(value) for value in _values(p, given, lengths, sizes)]
+        for p in params
+        if p.at == "plan"
+    }
+
+
+def run_values(
+    params: Sequence[Param],
+    given: Mapping[str, Any],
+    planned: Mapping[str, list[Any]],
+    sizes: Mapping[str, int],
+) -> list[Any]:
+    """Return the kernel arguments of all parameters, in declaration order."""
+    if given:
+        check_names(params, given, "run")
+    values: list[Any] = []
+    for p in params:
+        if p.at == "run":
+            values += _values(p, given, NO_LENGTHS, sizes)
+        elif given.get(p.name) is not None:
+            values.append(_narrower(p, given[p.name], planned[p.name][0]))
+        else:
+            values += planned[p.name]
+    return values
+
+
+def _owned(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def _values(
+    param: Param, given: Mapping[str, Any], lengths: Lengths, sizes: Mapping[str, int]
+) -> list[Any]:
+    value = given.get(param.name)
+    if value is None:
+        value = param.default
+    if value is None:
+        raise VariantError(f"{param.name!r} is a required argument of {param.at}()")
+    if param.kind == "scalar":
+        return [_scalar(param, value)]
+    if param.kind == "tensor":
+        return [_tensor(param, value, sizes)]
+    return list(_bitmap(param, value, lengths))
+
+
+def _scalar(param: Param, value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise DTypeError(f"{param.name}={value!r} must be a number")
+    if not param.dtype.startswith("int"):
+        return float(value)
+    if value != value or value in (np.inf, -np.inf) or int(value) != value:
+        raise DTypeError(f"{param.name}={value!r} must be an integer")
+    if param.narrows:
+        return UNBOUNDED if value < 0 else min(int(value), UNBOUNDED)
+    info = np.iinfo(param.dtype)
+    if not info.min <= value <= info.max:
+        raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
+    return int(value)
+
+
+def _narrower(param: Param, value: Any, planned: int) -> int | float:
+    narrow = _scalar(param, value)
+    if narrow > planned:
+        raise PlanError(
+            f"{param.name}={value} is larger than the {planned} that the plan was cut for; "
+            f"plan with {param.name}={value}"
+        )
+    return narrow
+
+
+def _tensor(param: Param, value: Any, sizes: Mapping[str, int]) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
+    if not value.is_cpu:
+        raise ShapeError(f"{param.name} is on {value.device}, the kernel runs on the CPU")
+    if str(value.dtype) != f"torch.{param.dtype}":
+        raise DTypeError(f"{param.name} has dtype {value.dtype}, expected {param.dtype}")
+    expected = tuple(sizes.get(s, s) if isinstance(s, str) else s for s in param.shape)
+    shape = tuple(value.shape)
+    fits = len(shape) == len(expected) and all(
+        isinstance(want, str) or want == size for want, size in zip(expected, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(str(s) for s in expected)
+        raise ShapeError(f"{param.name} has shape {shape}, expected ({wanted})")
+    return value.contiguous()
+
+
+def _bitmap(param: Param, value: Any, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of each request's [qo_len, kv_len] mask, little-endian, and each request's byte."""
+    mask = torch.as_tensor(value)
+    if not mask.is_cpu:
+        raise ShapeError(f"{param.name} is on {mask.device}, the kernel runs on the CPU")
+    qo_len, kv_len = lengths
+    pairs = qo_len.astype(np.int64) * kv_len
+    indptr = np.concatenate([[0], np.cumsum((pairs + 7) // 8)])
+    if mask.dtype == torch.uint8:
+        _check_length(param, mask, int(indptr[-1]), "bytes of little-endian bits")
+        return mask.reshape(-1).contiguous(), torch.from_numpy(indptr)
+    if mask.dtype != torch.bool:
+        raise DTypeError(f"{param.name} has dtype {mask.dtype}, expected bool, or uint8 of bits")
+    _check_length(param, mask, int(pairs.sum()), "values, the sum of qo_len * kv_len")
+    rows = np.split(mask.reshape(-1).numpy(), np.cumsum(pairs)[:-1])
+    packed = [np.packbits(row, bitorder="little") for row in rows]
+    bits = np.concatenate([*packed, np.empty(0, np.uint8)])
+    return torch.from_numpy(bits), torch.from_numpy(indptr)
+
+
+def _check_length(param: Param, mask: torch.Tensor, expected: int, unit: str) -> None:
+    if mask.numel() != expected:
+        raise PlanError(f"{param.name} has {mask.numel()} entries, expected {expected} {unit}")

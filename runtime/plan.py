@@ -1,0 +1,201 @@
+"""A plan: how one batch's work is cut and dealt, readable by people and by kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tvm_attn.runtime.buffers import Buffers, Ints
+from tvm_attn.runtime.gantt import gantt_svg, gantt_text
+from tvm_attn.worklist import Header
+
+
+@dataclass(frozen=True)
+class Family:
+    """A compiled query tile: which requests use it, and what its work costs.
+
+    Attributes
+    ----------
+    name : str
+        ``"short"`` or ``"long"``; the kernel's symbol is ``attention_<name>``.
+    rows, block : int
+        Fused query rows of a tile, KV tokens of a block.
+    overhead : int
+        Fixed cost of an item, in blocks.
+    """
+
+    name: str
+    rows: int
+    block: int
+    overhead: int
+
+
+class WorkItem(NamedTuple):
+    """One piece of work, as in `worklist`."""
+
+    request: int
+    kv_head: int
+    row_begin: int
+    row_end: int
+    kv_begin: int
+    kv_end: int
+    slot: int
+
+
+@dataclass
+class WorkList:
+    """The work of one family: arrays of `worklist` and their sums.
+
+    Attributes
+    ----------
+    family : Family
+        The query tile.
+    items, cta_indptr, merge_items, merge_indptr : np.ndarray
+        int32 arrays, cut to what is used.
+    num_slots : int
+        Partial states.
+    max_load, total_load : int
+        Cost of the longest CTA and of all, in blocks.
+    """
+
+    family: Family
+    items: Ints
+    cta_indptr: Ints
+    merge_items: Ints
+    merge_indptr: Ints
+    num_slots: int
+    max_load: int
+    total_load: int
+
+    @property
+    def arrays(self) -> tuple[Ints, ...]:
+        """The arrays a kernel takes, in its order."""
+        return self.items, self.cta_indptr, self.merge_items, self.merge_indptr
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs (on a CPU: threads) the work is dealt to."""
+        return len(self.cta_indptr) - 1
+
+    @property
+    def imbalance(self) -> float:
+        """Load of the longest CTA over the mean; 1 is perfect."""
+        return self.max_load * self.num_ctas / self.total_load if self.total_load else 1.0
+
+    def queues(self) -> Iterator[list[WorkItem]]:
+        """Yield each CTA's items, in the order it works on them."""
+        rows, ends = self.items.tolist(), self.cta_indptr.tolist()
+        for begin, end in pairwise(ends):
+            yield [WorkItem(*row[: len(WorkItem._fields)]) for row in rows[begin:end]]
+
+    def cost(self, item: WorkItem) -> int:
+        """Cost of an item, in blocks, as the planner counts it."""
+        block = self.family.block
+        return -(-item.kv_end // block) - item.kv_begin // block + self.family.overhead
+
+
+class Plan:
+    """How one batch is executed, for every layer whose lengths are the same.
+
+    Made by `AttentionModule.plan`. It owns copies of the index arrays, so the caller's may change.
+    Replanning into it (``out=``) replaces what it held; a plan is used by one run at a time.
+
+    Attributes
+    ----------
+    batch_size, nnz_qo, num_kv_tokens, max_qo_len, max_kv_len, max_page : int
+        What the batch holds: requests, query and KV tokens, the longest of each, the largest page
+        id (-1 if there is none).
+    batch : list of np.ndarray
+        int32 qo_indptr, kv_indptr, kv_indices, kv_len, q_pos_offset, kv_pos_offset.
+    work : list of WorkList
+        One work list for each family of query tiles that has requests.
+    params : dict of str to list
+        Kernel arguments of the plan-time parameters, by parameter.
+    partials : list of (torch.Tensor, torch.Tensor)
+        For each work list, room for its partial states.
+    buffers, spare : Buffers
+        Memory of these arrays, and what the next plan made in place of this one may use.
+    """
+
+    def __init__(self, owner: object, header: list[int], batch: list[Ints], buffers: Buffers):
+        self.owner = owner
+        self.buffers = buffers
+        self.spare = Buffers()
+        self.batch = batch
+        self.work: list[WorkList] = []
+        self.params: dict[str, list[Any]] = {}
+        self.partials: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.batch_size = len(batch[KV_LEN])
+        self.nnz_qo = header[Header.NNZ_QO]
+        self.num_kv_tokens = wide(header, Header.NUM_TOKENS_LO)
+        self.max_qo_len = header[Header.MAX_QO_LEN]
+        self.max_kv_len = header[Header.MAX_KV_LEN]
+        self.max_page = header[Header.MAX_PAGE]
+
+    @property
+    def lengths(self) -> tuple[Ints, Ints]:
+        """``qo_len, kv_len [batch]``: tokens of each request."""
+        return np.diff(self.batch[0]), self.batch[KV_LEN]
+
+    def replace_by(self, other: Plan) -> None:
+        """Become `other`, keeping this object's identity; its memory is for the next plan."""
+        spare = self.buffers
+        self.__dict__.update(other.__dict__)
+        self.spare = spare
+
+    def check(self) -> None:
+        """Raise what planning on a device found wrong; a plan made on the host is always right."""
+
+    @property
+    def num_items(self) -> int:
+        """Work items of all lists."""
+        return sum(len(work.items) for work in self.work)
+
+    @property
+    def num_slots(self) -> int:
+        """Partial states of all lists."""
+        return sum(work.num_slots for work in self.work)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON: the batch, and each CTA's queue."""
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
+        batch = {n: a.tolist() for n, a in zip(names, self.batch, strict=True)}
+        work = [
+            {
+                "family": w.family.name,
+                "rows": w.family.rows,
+                "imbalance": round(w.imbalance, 4),
+                "num_slots": w.num_slots,
+                "queues": [[item._asdict() for item in queue] for queue in w.queues()],
+            }
+            for w in self.work
+        ]
+        return json.dumps({"batch": batch, "work": work})
+
+    def __str__(self) -> str:
+        """Return the batch in a line, and every work list as a Gantt chart."""
+        head = (
+            f"Plan: {self.batch_size} requests, {self.nnz_qo} query tokens, "
+            f"{self.num_kv_tokens} KV tokens, {self.num_items} items, {self.num_slots} slots"
+        )
+        return "\n".join([head, *(gantt_text(work) for work in self.work)])
+
+    __repr__ = __str__
+
+    def _repr_svg_(self) -> str:
+        return gantt_svg(self.work)
+
+
+KV_LEN = 3
+"""Place of kv_len in `Plan.batch`."""
+
+
+def wide(header: list[int], low: int) -> int:
+    """Return the 64-bit number whose low word is ``header[low]``; its high word comes next."""
+    return (header[low + 1] << 32) | (header[low] & 0xFFFFFFFF)

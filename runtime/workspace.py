@@ -1,0 +1,140 @@
+"""Limits of the batches a plan must be able to hold, and the exact size of what that takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tvm_attn.bsr import BSR
+from tvm_attn.errors import DTypeError, LimitError, ShapeError, SpecError, WorkspaceError
+from tvm_attn.runtime import sizes
+from tvm_attn.runtime.plan import Family
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """The largest batch a plan must hold; it fixes every buffer's size.
+
+    Parameters
+    ----------
+    max_batch : int
+        Requests.
+    max_qo_tokens : int
+        Query tokens of the batch.
+    max_kv_tokens : int
+        KV tokens of the batch, counting whole pages.
+    """
+
+    max_batch: int
+    max_qo_tokens: int
+    max_kv_tokens: int
+
+    def __post_init__(self) -> None:
+        """Validate."""
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise SpecError(f"{name}={value!r} must be an integer of at least 0")
+
+    def check(self, bsr: BSR) -> None:
+        """Raise `LimitError` if a batch is larger.
+
+        The last entries of the row pointers are trusted here; the planner checks the arrays.
+        """
+        page_size = bsr.page_size or 1
+        for name, given, limit in (
+            ("max_batch", bsr.batch_size, self.max_batch),
+            ("max_qo_tokens", int(bsr.qo_indptr[-1]), self.max_qo_tokens),
+            ("max_kv_tokens", int(bsr.kv_indptr[-1]) * page_size, self.max_kv_tokens),
+        ):
+            if given > limit:
+                raise LimitError(
+                    f"the batch needs {name}={given}, its plan was limited to {limit}; "
+                    "plan with larger limits"
+                )
+
+
+def work_units(family: Family, limits: PlanLimits, group_size: int) -> int:
+    """Bound the (request, tile) pairs of a family: a tile each, and full tiles of all rows."""
+    return limits.max_batch + limits.max_qo_tokens * group_size // family.rows
+
+
+def workspace_size(
+    spec: AttentionSpec,
+    families: Sequence[Family],
+    limits: PlanLimits,
+    num_ctas: int,
+    fixed_split_size: int = 0,
+) -> tuple[int, int]:
+    """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
+
+    Without `fixed_split_size` the first does not grow with the batch.
+    """
+    floats = ints = 0
+    for family in families:
+        units = work_units(family, limits, spec.group_size)
+        pieces = 0
+        if fixed_split_size:
+            tiles = -(-limits.max_qo_tokens * spec.group_size // family.rows)
+            pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
+        counts = (units, spec.num_kv_heads, num_ctas, pieces)
+        slots, merges = sizes.max_slots(*counts), sizes.max_merges(*counts)
+        floats += slots * partial_words(spec, family)
+        ints += sizes.max_items(*counts) * ITEM_WORDS + num_ctas + 1
+        ints += merges * (MERGE_WORDS + 1) + 1
+    pages = limits.max_kv_tokens // (spec.page_size or 1) if spec.is_paged else 0
+    ints += 2 * (limits.max_batch + 1) + pages + 3 * limits.max_batch + HEADER_WORDS
+    return 4 * floats, 4 * ints
+
+
+def partial_words(spec: AttentionSpec, family: Family) -> int:
+    """Return the float32 words of one partial state."""
+    return family.rows * (spec.dim_vo + 1)
+
+
+def partial_states(
+    spec: AttentionSpec, family: Family, slots: int, workspace: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``partial_o [slots, rows, head_dim_vo]`` and ``partial_lse [slots, rows]``, float32.
+
+    They are taken from the caller's `workspace` if there is one.
+
+    Raises
+    ------
+    WorkspaceError
+        If `workspace` is too small; the message has both sizes in bytes.
+    """
+    if slots == 0:
+        return _no_states(family.rows, spec.dim_vo)
+    words = slots * partial_words(spec, family)
+    if workspace is None:
+        flat = torch.empty(words, dtype=torch.float32)
+    else:
+        flat = _as_floats(workspace, words)
+    o = flat[: slots * family.rows * spec.dim_vo].view(slots, family.rows, spec.dim_vo)
+    return o, flat[slots * family.rows * spec.dim_vo :].view(slots, family.rows)
+
+
+@functools.cache
+def _no_states(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(0, rows, dim), torch.empty(0, rows)
+
+
+def _as_floats(workspace: torch.Tensor, words: int) -> torch.Tensor:
+    if not isinstance(workspace, torch.Tensor):
+        raise DTypeError(f"workspace must be a torch tensor, got {type(workspace).__name__}")
+    if not workspace.is_cpu:
+        raise ShapeError(f"workspace is on {workspace.device}, the kernel runs on the CPU")
+    if not workspace.is_contiguous() or workspace.data_ptr() % 4:
+        raise ShapeError("workspace must be contiguous and aligned to 4 bytes; allocate it anew")
+    have = workspace.numel() * workspace.element_size()
+    if have < 4 * words:
+        raise WorkspaceError(
+            f"workspace has {have} bytes, this plan needs {4 * words}; "
+            "size it with workspace_size(limits)"
+        )
+    return workspace.reshape(-1).view(torch.uint8)[: 4 * words].view(torch.float32)

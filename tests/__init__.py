@@ -1,0 +1,1 @@
+"""Tests of tvm_attn, one file a promise or a module."""

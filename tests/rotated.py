@@ -1,0 +1,106 @@
+"""A variant that uses every transform: rotary positions, mixed values, gated outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tests.accuracy import State
+from tests.batches import Batch
+from tvm_attn.bsr import BSR
+from tvm_attn.reference import batch_attention, gather
+from tvm_attn.spec import AttentionSpec, Param
+from tvm_attn.variant import AttentionVariant, Expr
+
+MAX_POSITION = 512
+
+
+def variant(spec: AttentionSpec) -> AttentionVariant:
+    """Return the variant; queries and keys are rotated by halves (NeoX).
+
+    Positions below 0, of queries without keys, count as 0: the tables begin there.
+    """
+    half, dim_vo = spec.head_dim_qk // 2, spec.dim_vo
+
+    def rotate(ctx: Any, x: Any, d: Expr, position: Expr) -> Expr:
+        from tvm import tirx
+
+        at, pair = tirx.max(position, 0), d % half
+        other = tirx.Select(d < half, -x((d + half) % (2 * half)), x((d + half) % (2 * half)))
+        return x(d) * ctx.cosine[at, pair] + other * ctx.sine[at, pair]
+
+    return AttentionVariant(
+        query_transform=lambda ctx, x, d: rotate(ctx, x, d, ctx.q_pos),
+        key_transform=lambda ctx, x, d: rotate(ctx, x, d, ctx.kv_pos),
+        value_transform=lambda ctx, x, d: (
+            (x(d) + x((d + 1) % dim_vo)) * ctx.value_gain[ctx.kv_head]
+        ),
+        output_transform=lambda ctx, o, lse: o * ctx.gate[ctx.qo_head],
+        params=(
+            Param("cosine", kind="tensor", shape=("positions", half)),
+            Param("sine", kind="tensor", shape=("positions", half)),
+            Param("value_gain", kind="tensor", shape=("num_kv_heads",)),
+            Param("gate", kind="tensor", shape=("num_qo_heads",)),
+        ),
+        name="rotated",
+    )
+
+
+def tensors(spec: AttentionSpec) -> dict[str, torch.Tensor]:
+    """Return the variant's run-time tensors."""
+    half = spec.head_dim_qk // 2
+    frequency = 10000.0 ** (-torch.arange(half) / half)
+    angle = torch.arange(MAX_POSITION)[:, None] * frequency
+    return {
+        "cosine": angle.cos(),
+        "sine": angle.sin(),
+        "value_gain": 0.5 + torch.arange(spec.num_kv_heads) / 4,
+        "gate": 1.5 - torch.arange(spec.num_qo_heads) / 8,
+    }
+
+
+def states(batch: Batch, given: Mapping[str, torch.Tensor], compute: str, **variant: Any) -> State:
+    """Return what a batch should give: transformed in torch, attended to as ragged K/V."""
+    fmt = batch.fmt
+    wide = torch.float64 if compute == "float64" else torch.float32
+    stored = batch.q.dtype if compute == "eager" else wide
+    table = {name: tensor.to(wide) for name, tensor in given.items()}
+    lens = list(zip(fmt.qo_len.tolist(), fmt.kv_len.tolist(), strict=True))
+    q_pos = torch.cat([torch.arange(qo_len) + kv_len - qo_len for qo_len, kv_len in lens])
+    kv_pos = torch.cat([torch.arange(kv_len) for _, kv_len in lens])
+    k, v = (x.to(stored).to(wide) for x in _dequantised(batch, wide))
+    q = _rotate(batch.q.to(wide), q_pos, table)
+    k = _rotate(k, kv_pos, table)
+    v = (v + v.roll(-1, dims=-1)) * table["value_gain"].view(-1, 1)
+    kv_indptr = torch.tensor([0, *accumulate(kv_len for _, kv_len in lens)])
+    out, lse = batch_attention(
+        q.to(stored),
+        (k.to(stored), v.to(stored)),
+        BSR.from_ragged(fmt.qo_indptr, kv_indptr),
+        compute=compute,
+        **variant,
+    )
+    gated = out.to(wide) * table["gate"].view(-1, 1)
+    return gated if compute == "float64" else gated.to(out.dtype), lse
+
+
+def _dequantised(batch: Batch, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return K and V of all requests, ``[nnz_kv, num_kv_heads, head_dim]``, times their scales."""
+    fmt, layout = batch.fmt, batch.spec.kv_layout
+    dense = [gather(batch.kv, fmt, b, kv_layout=layout) for b in range(fmt.batch_size)]
+    scales = [torch.as_tensor(1.0 if s is None else s) for s in (batch.k_scale, batch.v_scale)]
+    return tuple(
+        torch.cat([x.to(wide) for x in parts]) * scale.to(wide).view(-1, 1)
+        for parts, scale in zip(zip(*dense, strict=True), scales, strict=True)
+    )
+
+
+def _rotate(x: torch.Tensor, pos: torch.Tensor, table: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Rotate rows ``[n, heads, dim]`` at positions ``[n]``."""
+    at = pos.clamp(min=0)
+    cosine, sine = (torch.cat([table[name][at]] * 2, -1)[:, None] for name in ("cosine", "sine"))
+    low, high = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-high, low], dim=-1) * sine

@@ -1,0 +1,123 @@
+"""TVM spellings that change between minor versions, in one place. TVM is imported by the calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from types import ModuleType
+from typing import Any
+
+from tvm_attn import env
+from tvm_attn.errors import TvmAttnError
+
+TVM_MIN, TVM_END = (0, 27), (0, 28)
+FFI_MIN, FFI_END = (0, 1, 14), (0, 1, 15)
+"""tvm_ffi 0.1.15 crashes the process inside `Schedule.tensorize` and `ir.save_json`."""
+
+
+class DependencyError(TvmAttnError, ImportError):
+    """TVM is missing, or of a version that this library does not work with."""
+
+
+@functools.cache
+def import_tvm() -> ModuleType:
+    """Return the module `tvm`, once its version and that of `tvm_ffi` are known to be supported.
+
+    The size of TVM's thread pool is set first.
+
+    Raises
+    ------
+    DependencyError
+        If either is missing or outside its range.
+    """
+    env.setup_threads()
+    try:
+        import tvm_ffi
+
+        check_version("apache-tvm-ffi", tvm_ffi.__version__, FFI_MIN, FFI_END)
+        import tvm
+    except ImportError as error:
+        if isinstance(error, DependencyError):
+            raise
+        raise DependencyError(
+            f"building a kernel needs TVM, which cannot be imported ({error}); install "
+            "apache-tvm, or load a kernel that was exported before"
+        ) from error
+    check_version("apache-tvm", tvm.__version__, TVM_MIN, TVM_END)
+    _speed_up_tracing()
+    return tvm  # type: ignore[no-any-return]
+
+
+def _speed_up_tracing() -> None:
+    """Let TVMScript find its parser without reading the source of every frame on the stack.
+
+    It looks for it at each call of an inline function, which takes half of the time of tracing.
+    """
+    from tvm.script.parser.core.parser import ScriptMacro
+
+    def find_parser(self: object) -> object:
+        frame = inspect.currentframe()
+        while frame is not None:
+            parser = frame.f_globals.get(ScriptMacro.parser_object_name)
+            if parser is not None:
+                return parser
+            frame = frame.f_back
+        raise RuntimeError("an inline function was called outside of a TVMScript function")
+
+    ScriptMacro._find_parser_def = find_parser
+
+
+def check_version(
+    package: str, version: str, minimum: tuple[int, ...], end: tuple[int, ...]
+) -> None:
+    """Raise `DependencyError` unless ``minimum <= version < end``."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".") if part.isdecimal())
+    if not minimum <= release < end:
+        low, high = (".".join(map(str, bound)) for bound in (minimum, end))
+        raise DependencyError(
+            f"{package} {version} is installed, but >={low},<{high} is needed; "
+            f"install it with: pip install '{package}>={low},<{high}'"
+        )
+
+
+def tvm_target(config: dict[str, Any]) -> Any:
+    """Return the `tvm.target.Target` of a dict (TVM has no command-line form any more)."""
+    return import_tvm().target.Target(config)
+
+
+def target_config(target: Any) -> dict[str, Any]:
+    """Return a `tvm.target.Target` as a plain dict."""
+    config: dict[str, Any] = json.loads(str(target))
+    return config
+
+
+def tag_config(tag: str) -> dict[str, Any] | None:
+    """Return what TVM knows under a target tag as a plain dict, None if it knows no such tag."""
+    try:
+        return target_config(tvm_target({"tag": tag}))
+    except (TypeError, ValueError):
+        return None
+
+
+def host_cpu() -> str:
+    """Return LLVM's name of the CPU this process runs on, such as ``"znver4"``."""
+    return str(_llvm().llvm_get_system_cpu())
+
+
+def is_known_cpu(mcpu: str, mtriple: str = "") -> bool:
+    """Whether LLVM knows a CPU by this name (an unknown one would silently become generic)."""
+    llvm = _llvm()
+    return bool(llvm.llvm_is_valid_cpu(mcpu, mtriple or llvm.llvm_get_system_triple()))
+
+
+def cpu_features(config: dict[str, Any]) -> frozenset[str]:
+    """Return LLVM's names of the features that an ``llvm`` target has, such as ``"avx2"``."""
+    return frozenset(map(str, _llvm().llvm_get_cpu_features(tvm_target(config))))
+
+
+def _llvm() -> Any:
+    import_tvm()
+    import tvm.target.codegen
+
+    return tvm.target.codegen

@@ -1,0 +1,1 @@
+"""What the facades share: FlashInfer's arguments in our terms, and its larger wrapper classes."""

@@ -1,0 +1,102 @@
+"""Index buffers of the caller's, which FlashInfer's wrappers take in graph mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
+from tvm_attn.errors import LimitError, ShapeError
+from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.workspace import PlanLimits
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class GraphBuffers:
+    """Index buffers of the caller's: every plan is copied into them, and they bound the batch.
+
+    Parameters
+    ----------
+    kv_indptr : torch.Tensor
+        int32 ``[max_batch + 1]``.
+    qo_indptr, kv_indices, last_page_len : torch.Tensor, optional
+        int32 ``[max_batch + 1]``, ``[max_pages]`` and ``[max_batch]``, where a wrapper has them.
+    custom_mask, mask_indptr : torch.Tensor, optional
+        uint8 bits of the masks, and ``[max_batch + 1]``: the byte where each request's begin.
+    """
+
+    kv_indptr: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    last_page_len: torch.Tensor | None = None
+    custom_mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+
+    @staticmethod
+    def of(
+        custom_mask: torch.Tensor | None = None,
+        mask_indptr: torch.Tensor | None = None,
+        **buffers: tuple[str, torch.Tensor | None],
+    ) -> GraphBuffers:
+        """Return the buffers, each that is required with the name of the caller's argument.
+
+        Raises
+        ------
+        DTypeError
+            If a buffer is missing or no tensor.
+        ShapeError
+            If two are for different numbers of requests.
+        """
+        given = {role: check_buffer(buffer, name) for role, (name, buffer) in buffers.items()}
+        max_batch = len(given["kv_indptr"]) - 1
+        for role, size in (("qo_indptr", max_batch + 1), ("last_page_len", max_batch)):
+            if role in given and len(given[role]) != size:
+                raise ShapeError(
+                    f"{buffers[role][0]} has {len(given[role])} entries; {buffers['kv_indptr'][0]} "
+                    f"is for {max_batch} requests, which take {size}"
+                )
+        return GraphBuffers(**given, custom_mask=custom_mask, mask_indptr=mask_indptr)
+
+    @property
+    def max_batch(self) -> int:
+        """The most requests of a batch."""
+        return len(self.kv_indptr) - 1
+
+    def limits(self, max_qo_tokens: int, page_size: int) -> PlanLimits:
+        """Return the limits that the buffers set."""
+        pages = UNLIMITED if self.kv_indices is None else len(self.kv_indices) * page_size
+        return PlanLimits(self.max_batch, max_qo_tokens, pages)
+
+    def check_mask(self, plan: Plan) -> None:
+        """Raise `LimitError` if a plan's custom mask does not fit."""
+        if "custom_mask" not in plan.params:
+            return
+        bits, indptr = plan.params["custom_mask"]
+        for name, buffer, needed in (
+            ("custom_mask_buf", self.custom_mask, len(bits)),
+            ("mask_indptr_buf", self.mask_indptr, len(indptr)),
+        ):
+            if buffer is None:
+                raise LimitError(
+                    f"a custom mask in graph mode needs {name}; give it to the constructor"
+                )
+            if len(buffer) < needed:
+                raise LimitError(f"{name} has {len(buffer)} entries, this batch needs {needed}")
+
+    def store(self, plan: Plan, page_size: int) -> None:
+        """Copy a plan's arrays in; what a buffer holds past them stays."""
+        qo_indptr, kv_indptr, kv_indices, kv_len = map(torch.from_numpy, plan.batch[:4])
+        bits, mask_indptr = plan.params.get("custom_mask", (None, None))
+        for buffer, values in (
+            (self.qo_indptr, qo_indptr),
+            (self.kv_indptr, kv_indptr),
+            (self.kv_indices, kv_indices[: int(kv_indptr[-1])]),
+            (self.last_page_len, last_page_len(kv_len, page_size)),
+            (self.custom_mask, bits),
+            (self.mask_indptr, mask_indptr),
+        ):
+            if buffer is not None and values is not None:
+                buffer[: len(values)].copy_(values)

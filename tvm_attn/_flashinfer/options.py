@@ -1,0 +1,180 @@
+"""The options of a FlashInfer plan, and the kernel that they take."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tvm_attn import pipeline, variants
+from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout
+from tvm_attn.errors import DTypeError, ShapeError, SpecError
+from tvm_attn.runtime.module import AttentionModule
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.variant import AttentionVariant
+
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+UNCUT = 1 << 30
+"""A fixed split that no request is longer than."""
+
+
+class Features(NamedTuple):
+    """What of a variant is compiled in; the values themselves are given at plan or run."""
+
+    causal: bool
+    window: bool
+    soft_cap: bool
+    alibi: bool
+    custom_mask: bool
+
+    def variant(self) -> AttentionVariant:
+        """Return the variant that has them."""
+        parts = {
+            "causal": variants.causal,
+            "window": variants.sliding_window,
+            "soft_cap": variants.soft_cap,
+            "alibi": variants.alibi,
+            "custom_mask": variants.custom_mask,
+        }
+        chosen = [make() for name, make in parts.items() if getattr(self, name)]
+        return functools.reduce(lambda a, b: a & b, chosen, AttentionVariant())
+
+
+@functools.cache
+def kernel_for(spec: AttentionSpec, features: Features, device: torch.device) -> AttentionModule:
+    """Return the kernel of a wrapper's plan, built once in a process."""
+    return pipeline.build(spec, features.variant(), device)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What FlashInfer's plan() says besides shapes and index arrays.
+
+    `custom_mask` is bool values or uint8 bits (see `mask_of`); it replaces `causal`.
+    """
+
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    pos_encoding_mode: str = "NONE"
+    sm_scale: float | None = None
+    custom_mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Validate the position encoding."""
+        if self.pos_encoding_mode not in POS_ENCODING_MODES:
+            raise SpecError(
+                f"pos_encoding_mode={self.pos_encoding_mode!r} must be one of {POS_ENCODING_MODES}"
+            )
+        if self.pos_encoding_mode == "ROPE_LLAMA":
+            raise NotImplementedError(
+                'pos_encoding_mode="ROPE_LLAMA" is not implemented; rotate queries and keys '
+                'beforehand and leave it at "NONE"'
+            )
+
+    @property
+    def features(self) -> Features:
+        """What the kernel must have compiled in."""
+        return Features(
+            causal=bool(self.causal) and self.custom_mask is None,
+            window=self.window_left >= 0,
+            soft_cap=bool(self.logits_soft_cap and self.logits_soft_cap > 0),
+            alibi=self.pos_encoding_mode == "ALIBI",
+            custom_mask=self.custom_mask is not None,
+        )
+
+    def plan_params(self) -> dict[str, Any]:
+        """Return the variant's arguments of `AttentionModule.plan`."""
+        given: dict[str, Any] = {}
+        if self.window_left >= 0:
+            given["window_left"] = self.window_left
+        if self.custom_mask is not None:
+            given["custom_mask"] = self.custom_mask
+        return given
+
+    def run_params(self, num_qo_heads: int) -> dict[str, Any]:
+        """Return sm_scale and the variant's arguments of `AttentionModule.run`."""
+        given: dict[str, Any] = {"sm_scale": self.sm_scale}
+        if self.features.soft_cap:
+            given["logits_soft_cap"] = self.logits_soft_cap
+        if self.features.alibi:
+            given["alibi_slopes"] = alibi_slopes(num_qo_heads)
+        return given
+
+
+def attend_once(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str,
+    options: Options,
+    o_dtype: torch.dtype | None = None,
+    **given: Any,
+) -> Result:
+    """Plan and run one request; `given` are arguments of `AttentionModule.run`.
+
+    q is ``[qo_len, num_qo_heads, head_dim_qk]``; k and v have 3 axes in their layout's order.
+    """
+    for name, tensor in (("k", k), ("v", v)):
+        if check_buffer(tensor, name).ndim != 3:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected 3 axes")
+    token_axis, head_axis = (0, 1) if check_layout(kv_layout) == "NHD" else (1, 0)
+    spec = AttentionSpec(
+        q.shape[1],
+        k.shape[head_axis],
+        q.shape[2],
+        v.shape[2],
+        q_dtype=str(q.dtype),
+        kv_dtype=str(k.dtype),
+        o_dtype=None if o_dtype is None else str(o_dtype),
+        kv_layout=kv_layout,
+        page_size=None,
+    )
+    kernel = kernel_for(spec, options.features, q.device)
+    indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (len(q), k.shape[token_axis]))
+    plan = kernel.plan(*indptrs, **options.plan_params())
+    return kernel.run(plan, q, (k, v), **options.run_params(spec.num_qo_heads), **given)
+
+
+@functools.cache
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Return FlashInfer's slopes, float32 ``[num_heads]`` (arXiv 2108.12409, section 3).
+
+    Those of the largest power of two of heads come first, then every other one of twice as many.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
+    return torch.tensor([*first, *rest], dtype=torch.float32)
+
+
+def mask_of(custom_mask: Any, packed_custom_mask: Any) -> torch.Tensor | None:
+    """Return the mask a plan takes: uint8 bits where they are given, else bool values.
+
+    Raises
+    ------
+    DTypeError
+        If packed bits are not uint8.
+    """
+    if packed_custom_mask is not None:
+        bits = torch.as_tensor(packed_custom_mask)
+        if bits.dtype != torch.uint8:
+            raise DTypeError(f"packed_custom_mask has dtype {bits.dtype}, expected uint8")
+        return bits
+    if custom_mask is None:
+        return None
+    return torch.as_tensor(custom_mask).to(torch.bool).flatten()
+
+
+def split_tokens(
+    fixed_split_size: int | None, disable_split_kv: bool, page_size: int
+) -> int | None:
+    """Return `fixed_split_size` of our plan, in tokens, from FlashInfer's in pages (-1 is off)."""
+    if disable_split_kv:
+        return UNCUT
+    if fixed_split_size is None or fixed_split_size == -1:
+        return None
+    return min(fixed_split_size * page_size, UNCUT)

@@ -1,0 +1,82 @@
+"""Index arrays of any kind people have, as int32 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from tvm_attn.errors import DTypeError, PlanError, ShapeError
+
+IndexArray = torch.Tensor | npt.NDArray[Any] | Sequence[int]
+"""What is accepted for an index array: int32 or int64, on any device."""
+
+INT32 = torch.iinfo(torch.int32)
+
+
+def as_tensor(value: object, name: str) -> torch.Tensor:
+    """Return `value` as a tensor that shares its memory where that is possible."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+            return from_dlpack(value)
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{name} is no array of numbers ({error}); give a torch tensor, a numpy array or a list"
+        ) from error
+
+
+def index_array(value: object, name: str) -> torch.Tensor:
+    """Return an index array as a contiguous int32 vector.
+
+    Raises
+    ------
+    DTypeError, ShapeError, PlanError
+        If it is no vector of int32 or int64, or a value does not fit int32; `name` names it.
+    """
+    array = as_tensor(value, name)
+    if isinstance(value, (list, tuple)) and not value:
+        array = array.to(torch.int32)
+    if array.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"{name} has dtype {array.dtype}; index arrays are int32 or int64")
+    if array.ndim != 1:
+        raise ShapeError(f"{name} must be 1-D, got shape {tuple(array.shape)}")
+    return _to_int32(array, name)
+
+
+def _to_int32(array: torch.Tensor, name: str) -> torch.Tensor:
+    """Narrow to int32: on the host with a check, on a device saturating, for the planner to see."""
+    if array.dtype == torch.int64:
+        narrow = array.clamp(INT32.min, INT32.max)
+        if array.is_cpu and not torch.equal(narrow, array):
+            wrong = int(array[narrow != array][0])
+            raise PlanError(f"{name} holds {wrong}, which does not fit int32")
+        array = narrow.to(torch.int32)
+    if array.numel() == 0:  # an empty view may have any strides
+        return torch.empty(0, dtype=torch.int32, device=array.device)
+    return array.contiguous()
+
+
+def optional_index_array(value: object, name: str) -> torch.Tensor | None:
+    """Return `index_array` of a value that may be None."""
+    return None if value is None else index_array(value, name)
+
+
+def param_arrays(params: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Return a variant's per-batch arrays as tensors."""
+    return {name: as_tensor(value, name) for name, value in (params or {}).items()}
+
+
+def checked_size(value: object, name: str) -> int:
+    """Return a size of at least 1, or say which argument is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise DTypeError(f"{name}={value!r} must be an integer of at least 1")
+    if value < 1:
+        raise PlanError(f"{name}={value} must be at least 1")
+    return int(value)

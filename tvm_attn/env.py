@@ -1,0 +1,184 @@
+"""Environment variables: the one module that reads them, each at the time of the call.
+
+`VARIABLES` lists them with their meaning; ``docs/env_vars.md`` is that list as a page. A value that
+cannot be used raises `EnvError` where it is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from tvm_attn.errors import TvmAttnError
+
+
+class EnvError(TvmAttnError, ValueError):
+    """An environment variable has a value that cannot be used."""
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """An environment variable, as documented.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    values : str
+        The values it takes.
+    default : str
+        What holds when it is unset or empty.
+    meaning : str
+        What it does, in one sentence.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+
+    def read(self) -> str | None:
+        """Return the value in force, None when unset or blank."""
+        return os.environ.get(self.name, "").strip() or None
+
+
+CACHE_DIR = EnvVar(
+    "TVM_ATTN_CACHE_DIR",
+    "a directory",
+    "the user's cache directory",
+    "Where compiled kernels are kept; created when first needed.",
+)
+LOG = EnvVar(
+    "TVM_ATTN_LOG",
+    "`off`, `info`, `debug`",
+    "`off`",
+    "How much the logger `tvm_attn` writes to standard error.",
+)
+DUMP = EnvVar(
+    "TVM_ATTN_DUMP",
+    "a directory",
+    "no dumps",
+    "Where each build writes the IR after every phase and the generated source.",
+)
+NUM_THREADS = EnvVar(
+    "TVM_ATTN_NUM_THREADS",
+    "an integer of at least 1",
+    "`TVM_NUM_THREADS`, else `OMP_NUM_THREADS`, else the CPUs this process may use",
+    "Threads that plans are cut for and kernels run on, on the CPU; never more than its cores, "
+    "and fixed once the first kernel has been loaded.",
+)
+VARIABLES = (CACHE_DIR, LOG, DUMP, NUM_THREADS)
+
+_LOG_LEVELS = {"off": None, "info": logging.INFO, "debug": logging.DEBUG}
+_to_nowhere = logging.NullHandler()  # keeps `logging` from its handler of last resort
+_to_stderr = logging.StreamHandler()
+_to_stderr.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+
+
+@contextlib.contextmanager
+def override(variable: EnvVar, value: object) -> Iterator[None]:
+    """Give a variable another value for the time of a ``with`` block."""
+    previous = os.environ.get(variable.name)
+    os.environ[variable.name] = str(value)
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[variable.name]
+        else:
+            os.environ[variable.name] = previous
+
+
+def cache_dir() -> Path:
+    """Return the directory of compiled kernels (not created here)."""
+    given = CACHE_DIR.read()
+    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("tvm-attn"))
+
+
+def dump_dir() -> Path | None:
+    """Return the directory that builds dump into, None when they do not (not created here)."""
+    given = DUMP.read()
+    return Path(given).expanduser() if given else None
+
+
+def log_level() -> int | None:
+    """Return the `logging` level asked for, None for ``off``.
+
+    Raises
+    ------
+    EnvError
+        If ``TVM_ATTN_LOG`` is not one of its values.
+    """
+    given = LOG.read() or "off"
+    if given.lower() not in _LOG_LEVELS:
+        raise EnvError(f"{LOG.name}={given!r} is not a level; use one of {', '.join(_LOG_LEVELS)}")
+    return _LOG_LEVELS[given.lower()]
+
+
+def num_threads() -> int:
+    """Return the number of CPU threads to plan for and to run on.
+
+    Raises
+    ------
+    EnvError
+        If ``TVM_ATTN_NUM_THREADS`` or ``TVM_NUM_THREADS`` is not an integer of at least 1.
+    """
+    for name in (NUM_THREADS.name, "TVM_NUM_THREADS"):
+        given = os.environ.get(name, "").strip()
+        if given:
+            return _thread_count(name, given)
+    openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if openmp.isdecimal() and int(openmp) > 0:
+        return int(openmp)
+    return len(os.sched_getaffinity(0))
+
+
+def setup_threads() -> int:
+    """Fix the size of TVM's CPU thread pool, which reads ``TVM_NUM_THREADS`` when it starts.
+
+    Call this before TVM's runtime library is loaded. A ``TVM_NUM_THREADS`` that is already set
+    stays, unless ``TVM_ATTN_NUM_THREADS`` says otherwise.
+
+    Returns
+    -------
+    int
+        The number of threads, as `num_threads` gives it.
+    """
+    threads = num_threads()
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def logger(name: str = "") -> logging.Logger:
+    """Return the logger ``tvm_attn`` (or its child), set up as ``TVM_ATTN_LOG`` says now.
+
+    With ``off`` it writes nothing itself: an application that configures `logging` gets the records
+    it asks for, and any other program gets none.
+
+    Parameters
+    ----------
+    name : str
+        A child's name, such as ``"codegen"``; empty for the library's own logger.
+    """
+    root = logging.getLogger("tvm_attn")
+    level = log_level()
+    if level is None:
+        root.removeHandler(_to_stderr)
+        root.addHandler(_to_nowhere)
+        root.setLevel(logging.NOTSET)
+    else:
+        root.addHandler(_to_stderr)
+        root.setLevel(level)
+    return root.getChild(name) if name else root
+
+
+def _thread_count(name: str, given: str) -> int:
+    if not given.isdecimal() or int(given) < 1:
+        raise EnvError(f"{name}={given!r} is not a number of threads; use an integer of at least 1")
+    return int(given)

@@ -1,0 +1,227 @@
+"""Filling a paged KV cache, under FlashInfer's names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tvm_attn import pipeline
+from tvm_attn._flashinfer.arguments import (
+    IndexArray,
+    KVCache,
+    check_layout,
+    index_array,
+    kv_lengths,
+    split_cache,
+)
+from tvm_attn.errors import DTypeError, PlanError, ShapeError
+from tvm_attn.runtime.executor import check_tensor
+from tvm_attn.runtime.library import Library
+from tvm_attn.spec import AttentionSpec
+
+BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+"""What elements of a size are moved as."""
+
+
+def get_seq_lens(
+    kv_indptr: IndexArray, kv_last_page_len: IndexArray, page_size: int
+) -> torch.Tensor:
+    """Return the KV length of each request of a page table.
+
+    Parameters
+    ----------
+    kv_indptr : array
+        int32 or int64 ``[batch + 1]``.
+    kv_last_page_len : array
+        int32 or int64 ``[batch]``.
+    page_size : int
+        Tokens per page.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 ``[batch]``; 0 for a request without pages.
+
+    Raises
+    ------
+    ShapeError
+        If the arrays do not belong to one batch.
+
+    Examples
+    --------
+    >>> get_seq_lens([0, 1, 1, 4], [5, 9, 2], 16).tolist()
+    [5, 0, 34]
+    """
+    return kv_lengths(kv_indptr, kv_last_page_len, page_size)
+
+
+def get_batch_indices_positions(
+    append_indptr: IndexArray,
+    seq_lens: IndexArray,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which request each appended token belongs to, and its position there.
+
+    Parameters
+    ----------
+    append_indptr : array
+        int32 or int64 ``[batch + 1]``, first appended token of each request, and their number.
+    seq_lens : array
+        int32 or int64 ``[batch]``, KV length of each request once its tokens are appended.
+    nnz : int
+        Entries of the results, at least ``append_indptr[-1]``.
+    batch_indices, positions : torch.Tensor, optional
+        Where to put the results, int32 ``[nnz]``.
+
+    Returns
+    -------
+    batch_indices, positions : torch.Tensor
+        int32 ``[nnz]``. The tokens of a request are its last ones; entries past the last token are
+        -1 and 0, which `append_paged_kv_cache` skips.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If an array does not have the length or dtype it should.
+
+    Examples
+    --------
+    >>> indices, positions = get_batch_indices_positions([0, 1, 3], [5, 9], 4)
+    >>> indices.tolist(), positions.tolist()
+    ([0, 1, 1, -1], [4, 7, 8, 0])
+    """
+    indptr = index_array(append_indptr, "append_indptr")
+    lens = index_array(seq_lens, "seq_lens")
+    _check_length("append_indptr", indptr, len(lens) + 1)
+    if int(indptr[-1]) > nnz:
+        raise ShapeError(f"nnz={nnz} is too small; append_indptr[-1] is {int(indptr[-1])}")
+    entry = torch.arange(nnz, dtype=torch.int32, device=indptr.device)
+    request = torch.searchsorted(indptr, entry, right=True, out_int32=True) - 1
+    used = entry < indptr[-1]
+    begin = lens - indptr[1:]
+    position = entry + begin[request.clamp(max=len(lens) - 1)] if len(lens) else entry
+    return (
+        _result("batch_indices", batch_indices, torch.where(used, request, -1)),
+        _result("positions", positions, torch.where(used, position, 0)),
+    )
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: IndexArray,
+    positions: IndexArray,
+    paged_kv_cache: KVCache,
+    kv_indices: IndexArray,
+    kv_indptr: IndexArray,
+    kv_last_page_len: IndexArray,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens into the pages of their requests.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        ``[nnz, num_kv_heads, head_dim]``, in the dtype of the cache.
+    batch_indices, positions : array
+        int32 or int64 ``[nnz]``, request and position of each token; one with a negative entry is
+        skipped. See `get_batch_indices_positions`.
+    paged_kv_cache : tuple of torch.Tensor, or torch.Tensor
+        ``(k, v)`` of ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[num_pages,
+        num_kv_heads, page_size, head_dim]`` (HND), or both in one 5-D tensor with an axis of 2
+        after the pages.
+    kv_indices, kv_indptr, kv_last_page_len : array
+        int32 or int64 page table, with room for the new tokens.
+    kv_layout : {"NHD", "HND"}
+        Layout of the cache.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If a tensor does not fit the others.
+    PlanError
+        If a token has no page in the table or the cache. Nothing is written then.
+    """
+    k, v = (
+        x if check_layout(kv_layout) == "NHD" else x.transpose(1, 2)
+        for x in split_cache(paged_kv_cache, kv_layout)
+    )
+    table = {
+        "batch_indices": index_array(batch_indices, "batch_indices"),
+        "positions": index_array(positions, "positions"),
+        "kv_indices": index_array(kv_indices, "kv_indices"),
+        "kv_indptr": index_array(kv_indptr, "kv_indptr"),
+    }
+    last_page_len = index_array(kv_last_page_len, "kv_last_page_len")
+    _check_length("kv_last_page_len", last_page_len, len(table["kv_indptr"]) - 1)
+    nnz = len(table["batch_indices"])
+    _check_length("positions", table["positions"], nnz)
+    check_tensor("append_key", append_key, (nnz, *k.shape[2:]), k.dtype)
+    check_tensor("append_value", append_value, (nnz, *v.shape[2:]), v.dtype)
+    check_tensor("the cache of V", v, (*k.shape[:3], None), k.dtype)
+    if k.dtype.itemsize not in BITS:
+        raise DTypeError(f"the cache has dtype {k.dtype}, whose elements are not 1, 2 or 4 bytes")
+    as_bits = BITS[k.dtype.itemsize]
+    wrong = torch.empty(1, dtype=torch.int32)
+    _library(k.shape[3], v.shape[3], as_bits)["append_paged_kv_cache"](
+        append_key.view(as_bits),
+        append_value.view(as_bits),
+        *table.values(),
+        k.view(as_bits),
+        v.view(as_bits),
+        wrong,
+    )
+    if wrong[0] >= 0:
+        raise PlanError(_reason(int(wrong[0]), table, k.shape[0], k.shape[1]))
+
+
+@functools.cache
+def _library(dim_qk: int, dim_vo: int, storage: torch.dtype) -> Library:
+    name = str(storage).removeprefix("torch.")
+    spec = AttentionSpec(1, 1, dim_qk, dim_vo)
+
+    def define() -> Mapping[str, Any]:
+        from tvm_attn.tir.append import append
+
+        return {"append_paged_kv_cache": append(spec, name)}
+
+    key = {"dim_qk": dim_qk, "dim_vo": dim_vo, "storage": name}
+    return pipeline.build_functions("append_paged_kv_cache", key, define)
+
+
+def _reason(entry: int, table: Mapping[str, torch.Tensor], num_pages: int, page_size: int) -> str:
+    """Say what is wrong with an entry that the kernel refused."""
+    indptr, indices = table["kv_indptr"].tolist(), table["kv_indices"].tolist()
+    request, position = (int(table[name][entry]) for name in ("batch_indices", "positions"))
+    if request >= len(indptr) - 1:
+        return f"batch_indices[{entry}] is {request}; kv_indptr has {len(indptr) - 1} requests"
+    begin, end = indptr[request : request + 2]
+    if not 0 <= begin <= end <= len(indices):
+        return (
+            f"kv_indptr gives request {request} the pages {begin}..{end} of kv_indices, "
+            f"which has {len(indices)}"
+        )
+    if position >= (end - begin) * page_size:
+        return (
+            f"positions[{entry}] is {position}, but request {request} has {end - begin} pages of "
+            f"{page_size}; give the page table with room for the new tokens"
+        )
+    at = begin + position // page_size
+    return f"kv_indices[{at}] is {indices[at]}; the cache has {num_pages} pages"
+
+
+def _check_length(name: str, array: torch.Tensor, length: int) -> None:
+    if len(array) != length:
+        raise ShapeError(f"{name} has {len(array)} entries, expected {length}")
+
+
+def _result(name: str, out: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    if out is None:
+        return values
+    check_tensor(name, out, tuple(values.shape), torch.int32)
+    return out.copy_(values)

@@ -1,0 +1,1 @@
+"""TensorIR definitions: what attention computes, and the planner, merge and copies."""

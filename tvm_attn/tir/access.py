@@ -1,0 +1,82 @@
+"""Where a token is: the one place that turns (request, token) into a cache element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.tir.rows import Batch, Rows
+from tvm_attn.variant import Expr
+
+
+@dataclass(frozen=True)
+class CacheAccess:
+    """Reads K/V tokens of a request through the BSR indices.
+
+    A paged cache is ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[num_pages,
+    num_kv_heads, page_size, head_dim]`` (HND). Ragged K/V are the same with one token per page and
+    the identity as page table.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Gives layout and paging.
+    indptr, indices : Buffer
+        int32 BSR row pointers and page ids (`indices` is not read for ragged K/V).
+    page_size : Expr
+        int32 tokens per page.
+    """
+
+    spec: AttentionSpec
+    indptr: Any
+    indices: Any
+    page_size: Expr
+
+    @staticmethod
+    def of(spec: AttentionSpec, batch: Batch, cache: Any) -> CacheAccess:
+        """Access to `cache` through the batch's page table."""
+        page_size = cache.shape[2 if spec.kv_layout == "HND" else 1]
+        return CacheAccess(spec, batch.kv_indptr, batch.kv_indices, tirx.Cast("int32", page_size))
+
+    def locate(self, request: Expr, token: Expr) -> tuple[Expr, Expr]:
+        """Page and slot of a token of a request."""
+        begin = self.indptr[request]
+        if not self.spec.is_paged:
+            return begin + token, tirx.const(0, "int32")
+        page = self.indices[begin + tirx.floordiv(token, self.page_size)]
+        return page, tirx.floormod(token, self.page_size)
+
+    def element(self, cache: Any, unit: Rows, token: Expr) -> Callable[[Expr], Expr]:
+        """Return a function from ``d`` to element ``d`` of the unit's token, as float32."""
+        page, slot = self.locate(unit.request, token)
+        if self.spec.kv_layout == "HND":
+            return lambda d: to_float(cache[page, unit.kv_head, slot, d])
+        return lambda d: to_float(cache[page, slot, unit.kv_head, d])
+
+
+def to_float(value: Expr) -> Expr:
+    """Widen a stored element to float32, exactly, for every storage dtype."""
+    if str(value.ty) == "float8_e4m3fn":
+        return e4m3_to_float(tirx.Cast("int32", tirx.reinterpret("uint8", value)))
+    return value if str(value.ty) == "float32" else tirx.Cast("float32", value)
+
+
+def e4m3_to_float(bits: Expr) -> Expr:
+    """Decode float8 e4m3fn (OCP OFP8, section 5): no infinities, 0x7f is NaN.
+
+    Exponent and mantissa are put in a float32's place and the bias difference is multiplied in, so
+    that subnormals come out exactly too.
+    """
+    magnitude = tirx.bitwise_and(bits, 0x7F)
+    sign = tirx.shift_left(tirx.bitwise_and(bits, 0x80), 24)
+    nan = tirx.Select(magnitude == 0x7F, 0x7FC00000, 0)
+    scaled = tirx.reinterpret("float32", tirx.shift_left(magnitude, 20)) * tirx.const(
+        2.0**120, "float32"
+    )
+    return tirx.reinterpret(
+        "float32", tirx.bitwise_or(tirx.bitwise_or(tirx.reinterpret("int32", scaled), sign), nan)
+    )

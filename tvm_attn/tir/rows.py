@@ -1,0 +1,97 @@
+"""One unit seen from inside: its query rows, and the keys each of them may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from tvm_attn.tir.hooks import Context, Hooks
+from tvm_attn.variant import Expr
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch's arrays, int32, as the planner wrote them.
+
+    ``qo_indptr, kv_indptr [batch + 1]``, ``kv_indices [num_pages]``, ``kv_len, q_pos_offset,
+    kv_pos_offset [batch]``.
+    """
+
+    qo_indptr: Any
+    kv_indptr: Any
+    kv_indices: Any
+    kv_len: Any
+    q_pos_offset: Any
+    kv_pos_offset: Any
+
+    def qo_len(self, request: Expr) -> Expr:
+        """Query tokens of a request."""
+        return self.qo_indptr[request + 1] - self.qo_indptr[request]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Fused query rows of one (request, KV head): row ``r`` is token ``r // G``, head ``r % G``."""
+
+    hooks: Hooks
+    group_size: int
+    batch: Batch
+    request: Expr
+    kv_head: Expr
+
+    def token(self, row: Expr) -> Expr:
+        """Query token of a fused row, counted from the request's first."""
+        return tirx.floordiv(row, self.group_size)
+
+    def head(self, row: Expr) -> Expr:
+        """Query head of a fused row."""
+        return self.kv_head * self.group_size + tirx.floormod(row, self.group_size)
+
+    def index(self, row: Expr) -> tuple[Expr, Expr]:
+        """Token and head of a fused row in q, out and lse."""
+        return self.batch.qo_indptr[self.request] + self.token(row), self.head(row)
+
+    def query(self, row: Expr) -> Context:
+        """Context of a hook that has a query row and no key."""
+        return self.hooks.context(**self._request_fields(), **self._query_fields(row))
+
+    def key(self, kv_idx: Expr) -> Context:
+        """Context of a hook that has a key and no query."""
+        return self.hooks.context(**self._request_fields(), **self._key_fields(kv_idx))
+
+    def pair(self, row: Expr, kv_idx: Expr) -> Context:
+        """Context of a hook that has both."""
+        return self.hooks.context(
+            **self._request_fields(), **self._query_fields(row), **self._key_fields(kv_idx)
+        )
+
+    def key_range(self, row_begin: Expr, row_end: Expr) -> tuple[Expr, Expr]:
+        """Key indices that fused rows ``row_begin..row_end`` (exclusive) may see, not clipped."""
+        shift = self.batch.q_pos_offset[self.request]
+        lo, hi = self.hooks.key_positions(
+            self.request,
+            self.batch.qo_len(self.request),
+            self.batch.kv_len[self.request],
+            shift + self.token(row_begin),
+            shift + self.token(row_end - 1),
+        )
+        offset = self.batch.kv_pos_offset[self.request]
+        return lo - offset, hi - offset
+
+    def _request_fields(self) -> dict[str, Expr]:
+        return {
+            "batch": self.request,
+            "kv_head": self.kv_head,
+            "qo_len": self.batch.qo_len(self.request),
+            "kv_len": self.batch.kv_len[self.request],
+        }
+
+    def _query_fields(self, row: Expr) -> dict[str, Expr]:
+        qo_idx = self.token(row)
+        q_pos = self.batch.q_pos_offset[self.request] + qo_idx
+        return {"qo_idx": qo_idx, "q_pos": q_pos, "qo_head": self.head(row)}
+
+    def _key_fields(self, kv_idx: Expr) -> dict[str, Expr]:
+        return {"kv_idx": kv_idx, "kv_pos": self.batch.kv_pos_offset[self.request] + kv_idx}

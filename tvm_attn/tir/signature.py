@@ -1,0 +1,73 @@
+"""Kernel signatures: parameters with free sizes and strides, and those a variant adds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir import SBlock
+from tvm.script import tirx as T
+
+
+def dense(
+    handle: Any, name: str, shape: Sequence[int | None], dtype: str, *, index: str = "int64"
+) -> Any:
+    """Bind a parameter to a compact tensor; None is a free size of type `index`."""
+    return T.match_buffer(handle, _sizes(name, shape, index), dtype, align=itemsize(dtype))
+
+
+def strided(handle: Any, name: str, shape: Sequence[int | None], dtype: str) -> Any:
+    """Bind a parameter to a tensor whose innermost stride is 1 and whose others are free."""
+    strides = [tirx.Var(f"{name}_stride{i}", "int64") for i in range(len(shape) - 1)]
+    strides.append(1 if shape[-1] else tirx.IntImm("int64", 1))  # of the type of the size
+    sizes = _sizes(name, shape, "int64")
+    return T.match_buffer(handle, sizes, dtype, strides=strides, align=itemsize(dtype))
+
+
+def ints(handle: Any, name: str, *row: int) -> Any:
+    """Bind a parameter to int32 data of free length, each entry a row of the given size."""
+    return dense(handle, name, (None, *row), "int32", index="int32")
+
+
+def _sizes(name: str, shape: Sequence[int | None], index: str) -> list[Any]:
+    return [tirx.Var(f"{name}_size{i}", index) if s is None else s for i, s in enumerate(shape)]
+
+
+def array(name: str, shape: Sequence[Any], dtype: str) -> Any:
+    """Declare a compact tensor that `close_over` will make a parameter."""
+    return tirx.decl_buffer(shape, dtype, name=name, data_alignment=itemsize(dtype))
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element: all the alignment that a view of a tensor has."""
+    bits = re.search(r"[0-9]+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def close_over(function: Any, parameters: Sequence[Any], *, before: int, name: str) -> Any:
+    """Turn variables a function uses freely into parameters, placed `before` its last ones."""
+    split = len(function.params) - before
+    params = [*function.params[:split], *parameters, *function.params[split:]]
+    closed = tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
+    closed = _with_plain_names(closed.with_attr("global_symbol", name))
+    tvm.s_tir.analysis.verify_well_formed(closed)
+    return closed
+
+
+def _with_plain_names(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Name sblocks as written: every trace of an inline but its first numbers them (``qk_1``)."""
+
+    def rename(sblock: Any) -> Any:
+        name = sblock.name_hint.rstrip("0123456789").removesuffix("_")
+        if name == sblock.name_hint:
+            return sblock
+        fields = (sblock.body, sblock.init, sblock.alloc_buffers, sblock.match_buffers)
+        return SBlock(
+            sblock.iter_vars, sblock.reads, sblock.writes, name, *fields, sblock.annotations
+        )
+
+    return tvm_ffi.structural_map(function, (SBlock, rename))

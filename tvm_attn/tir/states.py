@@ -1,0 +1,111 @@
+"""How visible keys accumulate into a row's state: online softmax, or a plain sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from tvm import tirx
+
+from tvm_attn.variant import Expr
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+def f32(value: float) -> Expr:
+    """Return a float32 constant."""
+    return tirx.const(value, "float32")
+
+
+class Accumulation(Protocol):
+    """The scalar functions that the softmax phase of every kernel is made of."""
+
+    hidden: float
+    """Score of a key that is not visible."""
+    unit: float
+    """What a logit is multiplied with to become a score."""
+
+    def peak(self, peak: Expr, score: Expr) -> Expr:
+        """Fold a score into the row's running peak."""
+
+    def reference(self, peak: Expr) -> Expr:
+        """Score that weighs 1, given the row's peak."""
+
+    def weight(self, score: Expr, reference: Expr) -> Expr:
+        """Weight of a score, or of what was accumulated under an older reference."""
+
+    def rescale(self, old_peak: Expr, reference: Expr) -> Expr:
+        """Factor that carries a state to a new reference."""
+
+    def inverse(self, total: Expr) -> Expr:
+        """Factor that turns an accumulated row into an output row."""
+
+    def lse(self, reference: Expr, total: Expr) -> Expr:
+        """Log-sum-exp (base 2) of a finished state."""
+
+
+class OnlineSoftmax:
+    """Softmax in base 2 over a stream of blocks (Milakov & Gimelshein, arXiv 1805.02867).
+
+    A row's state is (peak, total, o): all weights are relative to ``2**peak``. A row that has seen
+    no visible key has peak -inf; its reference is 0, so every weight is exactly 0, never NaN.
+    """
+
+    hidden = -math.inf
+    unit = LOG2E
+
+    def peak(self, peak: Expr, score: Expr) -> Expr:
+        """Return the larger one."""
+        return tirx.max(peak, score)
+
+    def reference(self, peak: Expr) -> Expr:
+        """Return the peak, or 0 for an empty row."""
+        return tirx.Select(peak == f32(-math.inf), f32(0.0), peak)
+
+    def weight(self, score: Expr, reference: Expr) -> Expr:
+        """Return ``2**(score - reference)``."""
+        return tirx.exp2(score - reference)
+
+    def rescale(self, old_peak: Expr, reference: Expr) -> Expr:
+        """Return ``2**(old_peak - reference)``."""
+        return tirx.exp2(old_peak - reference)
+
+    def inverse(self, total: Expr) -> Expr:
+        """Return ``1 / total``, and 0 for an empty row."""
+        return tirx.Select(total == f32(0.0), f32(0.0), f32(1.0) / total)
+
+    def lse(self, reference: Expr, total: Expr) -> Expr:
+        """Return ``reference + log2(total)``: -inf for an empty row."""
+        return reference + tirx.log2(total)
+
+
+class PlainSum:
+    """No softmax: a score is its own weight, hidden keys weigh 0, parts add."""
+
+    hidden = 0.0
+    unit = 1.0
+
+    def peak(self, peak: Expr, score: Expr) -> Expr:
+        """Return the peak unchanged: there is none."""
+        return peak
+
+    def reference(self, peak: Expr) -> Expr:
+        """Return 0."""
+        return f32(0.0)
+
+    def weight(self, score: Expr, reference: Expr) -> Expr:
+        """Return the score."""
+        return score
+
+    def rescale(self, old_peak: Expr, reference: Expr) -> Expr:
+        """Return 1."""
+        return f32(1.0)
+
+    def inverse(self, total: Expr) -> Expr:
+        """Return 1: the sum is the output."""
+        return f32(1.0)
+
+    def lse(self, reference: Expr, total: Expr) -> Expr:
+        """Return 1: as a score, it makes every part weigh 1 in a merge."""
+        return f32(1.0)

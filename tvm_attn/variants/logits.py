@@ -1,0 +1,52 @@
+"""Variants that change the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_attn.spec import Param
+from tvm_attn.variant import AttentionVariant, Expr
+
+
+def soft_cap(cap: float | None = None) -> AttentionVariant:
+    """Bound the logits: ``cap * tanh(s / cap)``, as in Gemma 2 (arXiv 2408.00118, section 2).
+
+    Parameters
+    ----------
+    cap : float, optional
+        Default of the run-time scalar ``logits_soft_cap``; None makes it a required argument.
+    """
+
+    def cap_logit(ctx: Any, s: Expr) -> Expr:
+        from tvm import tirx
+
+        return ctx.logits_soft_cap * tirx.tanh(s / ctx.logits_soft_cap)
+
+    return AttentionVariant(
+        logits_transform=cap_logit,
+        params=(Param("logits_soft_cap", default=cap),),
+        name=f"soft_cap({cap})",
+    )
+
+
+def sigmoid(bias: float = 0.0) -> AttentionVariant:
+    """Weigh values by ``sigmoid(s + bias)`` instead of softmax (arXiv 2409.04431, equation 3).
+
+    Parameters
+    ----------
+    bias : float
+        Default of the run-time scalar ``sigmoid_bias``.
+    """
+
+    def weight(ctx: Any, s: Expr) -> Expr:
+        from tvm import tirx
+
+        one = tirx.const(1.0, "float32")
+        return one / (one + tirx.exp(-(s + ctx.sigmoid_bias)))
+
+    return AttentionVariant(
+        logits_transform=weight,
+        use_softmax=False,
+        params=(Param("sigmoid_bias", default=bias),),
+        name=f"sigmoid({bias})",
+    )

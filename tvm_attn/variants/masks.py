@@ -1,0 +1,51 @@
+"""Variants that decide which keys a query sees."""
+
+from __future__ import annotations
+
+from tvm_attn.errors import VariantError
+from tvm_attn.spec import Param
+from tvm_attn.variant import AttentionVariant
+
+
+def causal() -> AttentionVariant:
+    """Hide keys after the query: visible when ``kv_pos <= q_pos``."""
+    return AttentionVariant(
+        mask=lambda ctx: ctx.kv_pos <= ctx.q_pos,
+        kv_range=lambda ctx, q_lo, q_hi: (None, q_hi + 1),
+        name="causal",
+    )
+
+
+def sliding_window(window_left: int = -1) -> AttentionVariant:
+    """Hide keys far before the query: visible when ``kv_pos >= q_pos - window_left``.
+
+    There is no right bound by itself; with `causal` a row sees at most ``window_left + 1`` keys.
+
+    Parameters
+    ----------
+    window_left : int
+        Default of the run-time scalar ``window_left``, in tokens; -1 is off. A plan is cut for its
+        own window: at run a smaller one clips, a larger one is an error.
+    """
+    if isinstance(window_left, bool) or not isinstance(window_left, int) or window_left < -1:
+        raise VariantError(f"window_left={window_left!r} must be an integer of at least -1")
+    return AttentionVariant(
+        mask=lambda ctx: ctx.kv_pos >= ctx.q_pos - ctx.window_left,
+        kv_range=lambda ctx, q_lo, q_hi: (q_lo - ctx.window_left, None),
+        params=(Param("window_left", dtype="int32", default=window_left, at="plan", narrows=True),),
+        name=f"sliding_window({window_left})",
+    )
+
+
+def custom_mask() -> AttentionVariant:
+    """Keep the (query, key) pairs whose bit is set in ``custom_mask``, given with the plan.
+
+    ``plan(..., custom_mask=m)`` takes a bool array (True keeps) of all requests' ``[qo_len,
+    kv_len]`` masks flattened row-major one after the other, or the same as uint8 with
+    little-endian bits, each request starting at a byte.
+    """
+    return AttentionVariant(
+        mask=lambda ctx: ctx.custom_mask,
+        params=(Param("custom_mask", kind="bitmap", at="plan"),),
+        name="custom_mask",
+    )

@@ -1,0 +1,91 @@
+"""The layout of work: items, queues and the merge map.
+
+The one thing planner, kernels and runtime share. A *unit* is one (request, KV head, query tile)
+with the KV range it can see; the planner cuts units into *items* only where cutting pays and deals
+the items to CTAs (on a CPU: threads). Query rows are *fused*: with `G = num_qo_heads //
+num_kv_heads`, fused row `r` of KV head `h` is query token `r // G` of the request and query head
+`h * G + r % G`, so that all query heads sharing a KV head share its loads.
+
+Arrays (all int32):
+
+===============  =====================  =========================================================
+name             shape                  meaning
+===============  =====================  =========================================================
+``items``        [num_items, 8]         one work item a row, see `Item`; the items of a CTA stand
+                                        next to each other
+``cta_indptr``   [num_ctas + 1]         items of CTA ``c`` are ``cta_indptr[c]:cta_indptr[c+1]``
+``merge_items``  [num_merges, 4]        (request, kv_head, row_begin, row_end) of each cut unit
+``merge_indptr`` [num_merges + 1]       slots of cut unit ``m``, in KV order and consecutive
+``header``       [`HEADER_WORDS`]       counts and the verdict of validation, see `Header`
+===============  =====================  =========================================================
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+ITEM_WORDS = 8
+MERGE_WORDS = 4
+HEADER_WORDS = 32
+NO_SLOT = -1
+"""Slot of an uncut unit: its item writes straight to the output."""
+
+
+class Item(IntEnum):
+    """Columns of ``items``."""
+
+    REQUEST = 0
+    KV_HEAD = 1
+    ROW_BEGIN = 2  # first fused row of the query tile
+    ROW_END = 3  # one past the last; at most qo_len * G
+    KV_BEGIN = 4  # first KV token (index within the request) of this piece
+    KV_END = 5
+    SLOT = 6  # partial state to write, or NO_SLOT
+    RESERVED = 7
+
+
+class Merge(IntEnum):
+    """Columns of ``merge_items``."""
+
+    REQUEST = 0
+    KV_HEAD = 1
+    ROW_BEGIN = 2
+    ROW_END = 3
+
+
+class Header(IntEnum):
+    """Words of ``header``, written by the planner."""
+
+    STATUS = 0  # a `Status`
+    WHERE = 1  # request or index the status speaks of
+    VALUE = 2  # the offending value
+    NNZ_QO = 3  # query tokens of the batch
+    MAX_PAGE = 4  # largest page id referenced, -1 if none
+    MAX_QO_LEN = 5
+    MAX_KV_LEN = 6
+    UNITS_SHORT = 7  # (request, tile) pairs of the short family, before KV heads
+    UNITS_LONG = 8
+    NUM_ITEMS = 9  # of the work list just planned
+    NUM_SLOTS = 10
+    NUM_MERGES = 11
+    MAX_LOAD = 12  # cost of the longest CTA
+    TOTAL_LOAD_LO = 13  # int64 sum of all costs, two words
+    TOTAL_LOAD_HI = 14
+    MAX_UNIT = 15  # cost of the longest uncut unit
+    NUM_TOKENS_LO = 16  # int64 KV tokens of the batch
+    NUM_TOKENS_HI = 17
+
+
+class Status(IntEnum):
+    """Verdict of the planner's validation."""
+
+    OK = 0
+    QO_INDPTR = 1  # qo_indptr does not start at 0 or decreases; WHERE = position
+    KV_INDPTR = 2
+    KV_INDICES_SHORT = 3  # kv_indptr[-1] is more than len(kv_indices)
+    KV_INDEX = 4  # a negative page id; WHERE = position
+    LAST_PAGE_LEN = 5  # not in 1..page_size for a request that has pages; WHERE = request
+    TOO_LONG = 6  # lengths whose product passes int32: fused rows or KV tokens of one request
+    ITEMS_FULL = 7  # more items than the buffer holds (sized from `limits`)
+    SLOTS_FULL = 8
+    MERGES_FULL = 9
