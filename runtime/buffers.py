@@ -1,6 +1,9 @@
-"""Memory for plan arrays: named, allocated once, growing, reused by the next plan."""
+"""Memory for plan arrays: named, growing, and handed on from a dead plan to the next."""
 
 from __future__ import annotations
+
+import sys
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -24,3 +27,29 @@ class Buffers:
         if memory is None or memory.shape[0] < length:
             memory = self._memory[name] = np.empty((length or 1, *row), np.int32)
         return memory[:length]
+
+    def is_idle(self) -> bool:
+        """Whether nobody holds an array that was taken."""
+        own = 3  # the dict's reference, the loop's, and the argument of getrefcount
+        return all(sys.getrefcount(memory) == own for memory in self._memory.values())
+
+
+class BufferPool:
+    """Buffers of dead plans, for plans to come: fresh memory is slow at its first touch."""
+
+    def __init__(self) -> None:
+        self._idle: deque[Buffers] = deque(maxlen=2)
+
+    def take(self) -> Buffers:
+        """Return buffers that nobody uses."""
+        while True:
+            try:
+                buffers = self._idle.pop()
+            except IndexError:
+                return Buffers()
+            if buffers.is_idle():
+                return buffers
+
+    def give(self, buffers: Buffers) -> None:
+        """Hand in the buffers of a plan that is no more."""
+        self._idle.append(buffers)

@@ -10,7 +10,7 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
-from tvm_attn.runtime.buffers import Buffers, Ints
+from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
 from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
 from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, Header, Status
 
@@ -48,16 +48,12 @@ class Inspector:
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._num_ctas = num_ctas
+        self._pool = BufferPool()
 
     def plan(
-        self,
-        owner: object,
-        bsr: BSR,
-        bind: Callable[[Plan], Params],
-        fixed_split: int,
-        buffers: Buffers,
+        self, owner: object, bsr: BSR, bind: Callable[[Plan], Params], fixed_split: int
     ) -> Plan:
-        """Check a batch and plan its work, into `buffers`.
+        """Check a batch and plan its work.
 
         `bind` returns the plan-time parameters once the batch is known to be valid.
 
@@ -66,12 +62,13 @@ class Inspector:
         PlanError
             If the arrays do not describe a valid batch; nothing is kept of it.
         """
+        buffers = self._pool.take()
         header = buffers.take("header", HEADER_WORDS)
         batch = self._derive(bsr, header, buffers)
         words = header.tolist()
         if words[Header.STATUS] != Status.OK:
             raise_status(words, bsr)
-        plan = Plan(owner, words, batch, buffers)
+        plan = Plan(owner, words, batch, buffers, self._pool)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
         for family, units in (
@@ -79,7 +76,7 @@ class Inspector:
             (self._long, words[Header.UNITS_LONG]),
         ):
             if units:
-                plan.work.append(self._deal(plan, family, units, values, fixed_split, header))
+                plan.work.append(self._deal(plan, family, units, values, fixed_split, buffers))
         return plan
 
     def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
@@ -116,14 +113,15 @@ class Inspector:
         units: int,
         values: list[Any],
         fixed_split: int,
-        header: Ints,
+        buffers: Buffers,
     ) -> WorkList:
         pieces = self._pieces(plan, family, units, fixed_split)
         counts = (units, self._num_kv_heads, self._num_ctas, pieces)
         max_slots = sizes.max_slots(*counts)
         items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
-            plan.buffers, family.name, *counts
+            buffers, family.name, *counts
         )
+        header = buffers.take("header", HEADER_WORDS)
         qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
         short = family is self._short
         self._plan_work(

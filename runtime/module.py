@@ -22,7 +22,6 @@ from tvm_attn.errors import (
     VariantError,
 )
 from tvm_attn.runtime.artifact import Artifact, read_artifact
-from tvm_attn.runtime.buffers import Buffers
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.host import check_cpu
 from tvm_attn.runtime.inspector import Inspector
@@ -155,8 +154,7 @@ class AttentionModule:
             return plan_values(self.params, given, plan.lengths, sizes)
 
         split = _positive("fixed_split_size", fixed_split_size)
-        buffers = Buffers() if out is None else out.spare
-        plan = self._inspector.plan(self, bsr, bind, split, buffers)
+        plan = self._inspector.plan(self, bsr, bind, split)
         if plan.max_qo_len > (_positive("max_qo_len", max_qo_len) or plan.max_qo_len):
             raise PlanError(f"max_qo_len={max_qo_len}, but a request has {plan.max_qo_len} queries")
         plan.partials = [

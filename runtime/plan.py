@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tvm_attn.runtime.buffers import Buffers, Ints
+from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
 from tvm_attn.runtime.gantt import gantt_svg, gantt_text
 from tvm_attn.worklist import Header
 
@@ -119,14 +119,18 @@ class Plan:
         Kernel arguments of the plan-time parameters, by parameter.
     partials : list of (torch.Tensor, torch.Tensor)
         For each work list, room for its partial states.
-    buffers, spare : Buffers
-        Memory of these arrays, and what the next plan made in place of this one may use.
     """
 
-    def __init__(self, owner: object, header: list[int], batch: list[Ints], buffers: Buffers):
+    def __init__(
+        self,
+        owner: object,
+        header: list[int],
+        batch: list[Ints],
+        buffers: Buffers,
+        pool: BufferPool,
+    ):
         self.owner = owner
-        self.buffers = buffers
-        self.spare = Buffers()
+        self._buffers, self._pool = buffers, pool
         self.batch = batch
         self.work: list[WorkList] = []
         self.params: dict[str, list[Any]] = {}
@@ -144,10 +148,13 @@ class Plan:
         return np.diff(self.batch[0]), self.batch[KV_LEN]
 
     def replace_by(self, other: Plan) -> None:
-        """Become `other`, keeping this object's identity; its memory is for the next plan."""
-        spare = self.buffers
-        self.__dict__.update(other.__dict__)
-        self.spare = spare
+        """Become `other`, keeping this object's identity; `other` becomes what this was."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+
+    def __del__(self) -> None:
+        """Leave the memory to plans to come."""
+        if "_pool" in self.__dict__:
+            self._pool.give(self._buffers)
 
     def check(self) -> None:
         """Raise what planning on a device found wrong; a plan made on the host is always right."""

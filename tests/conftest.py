@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TVM_BACKTRACE", "1")  # without it TVMScript's parser hides its errors
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads leave the cores alone
 
 import pytest
 import torch

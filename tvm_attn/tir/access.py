@@ -47,8 +47,8 @@ class CacheAccess:
         begin = self.indptr[request]
         if not self.spec.is_paged:
             return begin + token, tirx.const(0, "int32")
-        page = self.indices[begin + tirx.floordiv(token, self.page_size)]
-        return page, tirx.floormod(token, self.page_size)
+        page = self.indices[begin + tirx.truncdiv(token, self.page_size)]
+        return page, tirx.truncmod(token, self.page_size)
 
     def element(self, cache: Any, unit: Rows, token: Expr) -> Callable[[Expr], Expr]:
         """Return a function from ``d`` to element ``d`` of the unit's token, as float32."""
@@ -60,23 +60,29 @@ class CacheAccess:
 
 def to_float(value: Expr) -> Expr:
     """Widen a stored element to float32, exactly, for every storage dtype."""
-    if str(value.ty) == "float8_e4m3fn":
-        return e4m3_to_float(tirx.Cast("int32", tirx.reinterpret("uint8", value)))
-    return value if str(value.ty) == "float32" else tirx.Cast("float32", value)
+    dtype = str(value.ty)
+    if dtype == "float8_e4m3fn":
+        return e4m3_to_float(tirx.reinterpret("int8", value))
+    if dtype == "float8_e5m2":
+        return e5m2_to_float(tirx.reinterpret("uint8", value))
+    return value if dtype == "float32" else tirx.Cast("float32", value)
 
 
 def e4m3_to_float(bits: Expr) -> Expr:
     """Decode float8 e4m3fn (OCP OFP8, section 5): no infinities, 0x7f is NaN.
 
-    Exponent and mantissa are put in a float32's place and the bias difference is multiplied in, so
-    that subnormals come out exactly too.
+    Sign, exponent and mantissa are put in a float16's places, whose subnormals convert at full
+    speed, and the bias difference is multiplied in: exact for subnormals too.
     """
-    magnitude = tirx.bitwise_and(bits, 0x7F)
-    sign = tirx.shift_left(tirx.bitwise_and(bits, 0x80), 24)
-    nan = tirx.Select(magnitude == 0x7F, 0x7FC00000, 0)
-    scaled = tirx.reinterpret("float32", tirx.shift_left(magnitude, 20)) * tirx.const(
-        2.0**120, "float32"
-    )
-    return tirx.reinterpret(
-        "float32", tirx.bitwise_or(tirx.bitwise_or(tirx.reinterpret("int32", scaled), sign), nan)
-    )
+    spread = tirx.shift_left(tirx.Cast("int16", bits), tirx.const(7, "int16"))
+    half = tirx.reinterpret("float16", tirx.bitwise_and(spread, tirx.const(-0x4080, "int16")))
+    scaled = tirx.Cast("float32", half) * tirx.const(2.0**8, "float32")
+    is_nan = tirx.bitwise_and(bits, tirx.const(0x7F, "int8")) == tirx.const(0x7F, "int8")
+    nan = tirx.Select(is_nan, tirx.const(0x7FC00000, "int32"), tirx.const(0, "int32"))
+    return tirx.reinterpret("float32", tirx.bitwise_or(tirx.reinterpret("int32", scaled), nan))
+
+
+def e5m2_to_float(bits: Expr) -> Expr:
+    """Decode float8 e5m2 (OCP OFP8, section 5): the upper half of a float16."""
+    half = tirx.shift_left(tirx.Cast("uint16", bits), tirx.const(8, "uint16"))
+    return tirx.Cast("float32", tirx.reinterpret("float16", half))
