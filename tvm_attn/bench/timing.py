@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 
 Work = Callable[[], object]
 
+PAUSE = 0.02
+"""Seconds between turns: a library's idle threads spin for a while and would slow the next one."""
+
 
 def interleaved(
     works: Mapping[str, Work], *, rounds: int = 15, seconds: float = 0.05
@@ -35,6 +38,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
+            time.sleep(PAUSE)
             work()  # refills the caches that the previous function emptied
             start = time.perf_counter()
             for _ in range(calls[name]):
