@@ -73,7 +73,7 @@ class Executor:
         check_tensor("q", q, (nnz, spec.num_qo_heads, spec.head_dim_qk), self._q_dtype)
         if not self._use_softmax and (return_lse or lse is not None):
             raise VariantError("without softmax there is no LSE; run without return_lse and lse")
-        if lse_base not in LSE_SCALES:
+        if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
             raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
         values = self._values(plan, params) if params or self._params else []
         factors = (*self._factors(*scales), LSE_SCALES[lse_base])
@@ -85,6 +85,8 @@ class Executor:
             lse = torch.empty(nnz, spec.num_qo_heads, dtype=torch.float32)
         else:
             check_tensor("lse", lse, (nnz, spec.num_qo_heads), torch.float32)
+            if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
+                raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
         for kernel, arguments in self._launches(plan, (q, k, v), (*factors, *values), (out, lse)):
             kernel(*arguments)
         return (out, lse) if return_lse else out
@@ -182,6 +184,8 @@ class Executor:
             return self._ones
         if not isinstance(scale, torch.Tensor):
             return self._ones * _number(name, scale)
+        if not scale.is_cpu:
+            raise ShapeError(f"{name} is on {scale.device}, the kernel runs on the CPU")
         if scale.dtype != torch.float32:
             raise DTypeError(f"{name} has dtype {scale.dtype}; it must be float32")
         if scale.numel() == 1:

@@ -1,26 +1,56 @@
-"""Whether this machine can run code that was built for another."""
+"""Whether kernels can run here: on this CPU, and in this process."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tvm_attn.errors import ArtifactError
+from tvm_attn.errors import ProcessError
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def check_cpu(flags: Sequence[str], what: str) -> None:
-    """Raise `ArtifactError` if this CPU lacks an extension, by the names of ``/proc/cpuinfo``.
+def missing_flags(flags: Sequence[str]) -> str:
+    """Say which of these extensions this CPU lacks, by the names of ``/proc/cpuinfo``.
 
-    Where the system does not tell, nothing is checked.
+    Returns
+    -------
+    str
+        Empty if it lacks none, or the system does not tell; else the end of a sentence.
     """
+    offered = _offered_flags()
+    missing = set(flags) - offered if offered else set()
+    if not missing:
+        return ""
+    return (
+        f"uses {', '.join(sorted(missing))}, which this CPU lacks; build for "
+        'target="llvm -mcpu=x86-64-v2", or on this machine'
+    )
+
+
+@functools.cache
+def _offered_flags() -> frozenset[str]:
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
     found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    missing = set(flags) - set(found[1].split()) if found else set()
-    if missing:
-        raise ArtifactError(
-            f"{what} uses {', '.join(sorted(missing))}, which this CPU lacks; build for "
-            'target="llvm -mcpu=x86-64-v2", or on this machine'
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def check_process() -> None:
+    """Raise `ProcessError` in a process that was forked off after a kernel had run.
+
+    Threads do not survive a fork: the pool that kernels run on would wait for ever.
+    """
+    if not _users:
+        _users.append(os.getpid())
+    elif _users[0] != os.getpid():
+        raise ProcessError(
+            "this process was forked off after a kernel had run, and the threads kernels need are "
+            "not in it; start workers before the first run, or with the start method 'spawn'"
         )
+
+
+_users: list[int] = []
+"""The process that ran the first kernel."""

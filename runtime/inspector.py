@@ -176,7 +176,7 @@ def raise_status(words: list[int], bsr: BSR) -> NoReturn:
     if words[Header.STATUS] == Status.TOO_LONG:
         raise PlanError(
             f"request {where} has {value} in {_too_long(where, value, bsr)}; its rows (query "
-            "tokens times group size), KV tokens and positions must stay within 2**30"
+            "tokens times group size), KV tokens and positions must stay within 2**29"
         )
     messages = {
         Status.QO_INDPTR: f"qo_indptr[{where}] is {value}; it must start at 0 and never decrease",

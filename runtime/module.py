@@ -23,13 +23,16 @@ from tvm_attn.errors import (
 )
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.runtime.executor import Executor
-from tvm_attn.runtime.host import check_cpu
+from tvm_attn.runtime.host import check_process, missing_flags
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.library import Library, num_threads
 from tvm_attn.runtime.params import plan_values
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits, partial_states, workspace_size
 from tvm_attn.spec import AttentionSpec, Param
+
+MAX_TOKENS = 2**30
+"""More tokens than any request may have: a larger count means the same."""
 
 
 class AttentionModule:
@@ -65,6 +68,7 @@ class AttentionModule:
         self.params = tuple(param_from_json(p) for p in meta["params"])
         self.families = tuple(Family(**f) for f in meta["families"])
         self._artifact = artifact
+        self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
         self._num_ctas = num_ctas or num_threads()
         self._inspector = Inspector(
@@ -221,6 +225,9 @@ class AttentionModule:
             If an argument is wrong; nothing has been computed then.
         """
         self._check_owner("plan", plan)
+        if self._missing:
+            raise ArtifactError(f"this kernel, built for {self.target}, {self._missing}")
+        check_process()
         scales = (sm_scale, q_scale, k_scale, v_scale)
         return self._executor.run(plan, q, kv, out, lse, return_lse, lse_base, scales, params)
 
@@ -354,7 +361,9 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
     artifact = read_artifact(Path(path))
     if "families" not in artifact.meta:
         raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
-    check_cpu(artifact.meta["cpu_flags"], f"{path}, built for {artifact.meta['target']},")
+    missing = missing_flags(artifact.meta["cpu_flags"])
+    if missing:
+        raise ArtifactError(f"{path}, built for {artifact.meta['target']}, {missing}")
     libraries = {name: Library(content) for name, content in artifact.libraries.items()}
     return AttentionModule(artifact, libraries)
 
@@ -370,7 +379,7 @@ def _positive(name: str, value: int | None) -> int:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r} must be an integer of at least 1, or None")
-    return value
+    return min(value, MAX_TOKENS)
 
 
 def _expect(name: str, value: object, kind: type) -> None:

@@ -108,6 +108,8 @@ def partial_states(
     WorkspaceError
         If `workspace` is too small; the message has both sizes in bytes.
     """
+    if workspace is not None:
+        _check_workspace(workspace)
     if slots == 0:
         return _no_states(family.rows, spec.dim_vo)
     words = slots * partial_words(spec, family)
@@ -124,13 +126,16 @@ def _no_states(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(0, rows, dim), torch.empty(0, rows)
 
 
-def _as_floats(workspace: torch.Tensor, words: int) -> torch.Tensor:
+def _check_workspace(workspace: object) -> None:
     if not isinstance(workspace, torch.Tensor):
         raise DTypeError(f"workspace must be a torch tensor, got {type(workspace).__name__}")
     if not workspace.is_cpu:
         raise ShapeError(f"workspace is on {workspace.device}, the kernel runs on the CPU")
     if not workspace.is_contiguous() or workspace.data_ptr() % 4:
         raise ShapeError("workspace must be contiguous and aligned to 4 bytes; allocate it anew")
+
+
+def _as_floats(workspace: torch.Tensor, words: int) -> torch.Tensor:
     have = workspace.numel() * workspace.element_size()
     if have < 4 * words:
         raise WorkspaceError(

@@ -49,3 +49,7 @@ class CompileError(TvmAttnError, RuntimeError):
 
 class ArtifactError(TvmAttnError, RuntimeError):
     """A file is not a loadable artifact, or belongs to another machine or version."""
+
+
+class ProcessError(TvmAttnError, RuntimeError):
+    """A kernel cannot run in this process."""

@@ -10,8 +10,10 @@ from tvm_attn.errors import SpecError, VariantError
 Q_DTYPES = ("float32", "float16", "bfloat16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 LAYOUTS = ("NHD", "HND")
+SCALAR_DTYPES = ("float32", "int32", "int64")
 PARAM_DTYPES = ("float32", "float16", "bfloat16", "int32", "int64", "uint8")
 MAX_HEAD_DIM = 256
+MAX_PAGE_SIZE = 2**20
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ class AttentionSpec:
         self._check_dtypes()
         if self.kv_layout not in LAYOUTS:
             raise SpecError(f"kv_layout={self.kv_layout!r} is not a layout; use one of {LAYOUTS}")
-        if self.page_size is not None and not _is_int(self.page_size, 1):
+        if self.page_size is not None and not (
+            _is_int(self.page_size, 1) and self.page_size <= MAX_PAGE_SIZE
+        ):
             raise SpecError(
-                f"page_size={self.page_size!r} must be an integer of at least 1, "
-                "or None for ragged K/V"
+                f"page_size={self.page_size!r} must be an integer of at least 1 and at most "
+                f"{MAX_PAGE_SIZE}, or None for ragged K/V"
             )
 
     def _check_heads(self) -> None:
@@ -189,6 +193,11 @@ class Param:
         if self.dtype not in PARAM_DTYPES:
             raise VariantError(
                 f"parameter {self.name!r}: dtype={self.dtype!r} must be one of {PARAM_DTYPES}"
+            )
+        if self.kind == "scalar" and self.dtype not in SCALAR_DTYPES:
+            raise VariantError(
+                f"parameter {self.name!r}: dtype={self.dtype!r} of a scalar must be one of "
+                f"{SCALAR_DTYPES}"
             )
         if self.at not in ("run", "plan"):
             raise VariantError(f"parameter {self.name!r}: at={self.at!r} is neither run nor plan")

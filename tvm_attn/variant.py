@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -16,7 +17,8 @@ Hook = Callable[..., Any]
 RESERVED_NAMES = frozenset(
     "batch qo_idx kv_idx q_pos kv_pos qo_head kv_head qo_len kv_len "
     "out lse return_lse lse_base sm_scale q_scale k_scale v_scale "
-    "limits workspace fixed_split_size max_qo_len q_pos_offset kv_pos_offset".split()
+    "limits workspace fixed_split_size max_qo_len q_pos_offset kv_pos_offset "
+    "self plan q kv qo_indptr kv_indptr kv_indices kv_last_page_len".split()
 )
 """Names a parameter may not take: fields of the context and arguments of `plan` and `run`."""
 
@@ -173,7 +175,8 @@ def _add_states(first: Hook, second: Hook) -> Hook:
         from tvm import tirx
 
         (m_a, d_a), (m_b, d_b) = first(ctx), second(ctx)
-        m = tirx.max(m_a, m_b)
+        top = tirx.max(m_a, m_b)
+        m = tirx.Select(top == tirx.const(-math.inf, "float32"), tirx.const(0.0, "float32"), top)
         return m, d_a * tirx.exp(m_a - m) + d_b * tirx.exp(m_b - m)
 
     return initial_state

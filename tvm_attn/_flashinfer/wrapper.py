@@ -134,7 +134,10 @@ class Wrapper:
                 last = last_page_len(kv_len, page_size)
                 batch = BSR(qo_indptr, kv_indptr, kv_indices, last, page_size)
             kernel = self._kernel_of(kernel.spec, options.features)
-            planned = kernel.plan(batch, fixed_split_size=self._split, **options.plan_params())
+            given = options.plan_params()
+            if "custom_mask" in given:  # the plan's own copy: the caller's may have changed
+                given["custom_mask"] = planned.params["custom_mask"][0]
+            planned = kernel.plan(batch, fixed_split_size=self._split, **given)
         self._adopt(kernel, planned, options)
 
     def _current(self) -> tuple[AttentionModule, Plan]:

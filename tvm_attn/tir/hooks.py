@@ -127,7 +127,8 @@ class Hooks:
         seed = as_float(m) * f32(LOG2E)
         top = tirx.max(lse, seed)
         total = tirx.exp2(lse - top) + as_float(d) * tirx.exp2(seed - top)
-        return tirx.Select(lse == f32(-math.inf), lse, top + tirx.log2(total))
+        whole = tirx.Select(top == f32(math.inf), top, top + tirx.log2(total))
+        return tirx.Select(lse == f32(-math.inf), lse, whole)
 
     def share(self, ctx: Context, lse: Expr) -> Expr:
         """Share that the keys' output keeps once the initial state has its own."""

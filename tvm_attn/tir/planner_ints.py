@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 INT32_MAX = (1 << 31) - 1
-LENGTH_LIMIT = 1 << 30
+LENGTH_LIMIT = 1 << 29
 """Most fused rows or KV tokens of a request, and largest position: int32 holds sums of two."""
 
 

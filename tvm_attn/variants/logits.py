@@ -14,13 +14,15 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     Parameters
     ----------
     cap : float, optional
-        Default of the run-time scalar ``logits_soft_cap``; None makes it a required argument.
+        Default of the run-time scalar ``logits_soft_cap``, 0 is off; None makes it a required
+        argument.
     """
 
     def cap_logit(ctx: Any, s: Expr) -> Expr:
         from tvm import tirx
 
-        return ctx.logits_soft_cap * tirx.tanh(s / ctx.logits_soft_cap)
+        cap = ctx.logits_soft_cap
+        return tirx.Select(cap > tirx.const(0.0, "float32"), cap * tirx.tanh(s / cap), s)
 
     return AttentionVariant(
         logits_transform=cap_logit,
