@@ -30,8 +30,20 @@ class Buffers:
 
     def is_idle(self) -> bool:
         """Whether nobody holds an array that was taken."""
-        own = 3  # the dict's reference, the loop's, and the argument of getrefcount
-        return all(sys.getrefcount(memory) == own for memory in self._memory.values())
+        return all(holders == HOLDERS_OF_IDLE for holders in self._holders())
+
+    def _holders(self) -> list[int]:
+        return [sys.getrefcount(memory) for memory in self._memory.values()]
+
+
+def _holders_of_idle() -> int:
+    """Count the references to memory that only its `Buffers` hold, as this Python counts them."""
+    probe = Buffers()
+    probe.take("probe", 1)
+    return probe._holders()[0]
+
+
+HOLDERS_OF_IDLE = _holders_of_idle()
 
 
 class BufferPool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
+from tvm_attn.runtime.host import check_on_host
 from tvm_attn.runtime.params import run_values
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.spec import AttentionSpec, Param
@@ -184,8 +185,7 @@ class Executor:
             return self._ones
         if not isinstance(scale, torch.Tensor):
             return self._ones * _number(name, scale)
-        if not scale.is_cpu:
-            raise ShapeError(f"{name} is on {scale.device}, the kernel runs on the CPU")
+        check_on_host(name, scale)
         if scale.dtype != torch.float32:
             raise DTypeError(f"{name} has dtype {scale.dtype}; it must be float32")
         if scale.numel() == 1:
@@ -211,8 +211,7 @@ def check_tensor(
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ShapeError(f"{name} has shape {tuple(given)}, expected ({wanted})")
-    if not tensor.is_cpu:
-        raise ShapeError(f"{name} is on {tensor.device}, the kernel runs on the CPU; move it there")
+    check_on_host(name, tensor)
     if tensor.is_contiguous():
         return
     if contiguous:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tvm_attn import env
 from tvm_attn.errors import ArtifactError
+from tvm_attn.runtime.host import check_process
 
 RUNTIME = "libtvm_runtime.so"
 
@@ -49,6 +50,17 @@ class Library:
             except AttributeError as error:
                 raise ArtifactError(f"the library has no function {name!r}") from error
         return self._functions[name]
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        """Call a function that runs on the thread pool.
+
+        Raises
+        ------
+        ProcessError
+            In a process whose pool was lost in a fork.
+        """
+        check_process()
+        self[name](*arguments)
 
 
 @functools.cache

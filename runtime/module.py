@@ -26,13 +26,10 @@ from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.host import check_process, missing_flags
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.library import Library, num_threads
-from tvm_attn.runtime.params import plan_values
+from tvm_attn.runtime.params import UNBOUNDED, plan_values
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits, partial_states, workspace_size
 from tvm_attn.spec import AttentionSpec, Param
-
-MAX_TOKENS = 2**30
-"""More tokens than any request may have: a larger count means the same."""
 
 
 class AttentionModule:
@@ -379,7 +376,7 @@ def _positive(name: str, value: int | None) -> int:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r} must be an integer of at least 1, or None")
-    return min(value, MAX_TOKENS)
+    return min(value, UNBOUNDED)
 
 
 def _expect(name: str, value: object, kind: type) -> None:

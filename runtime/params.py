@@ -10,13 +10,15 @@ import numpy.typing as npt
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
+from tvm_attn.runtime.host import check_on_host
 from tvm_attn.spec import Param
 
 Lengths = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 NO_LENGTHS = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 UNBOUNDED = 2**30
-"""What a negative value of a narrowing scalar means, such as a window of -1."""
+"""More tokens than any request has: what a negative value of a narrowing scalar means, such as a
+window of -1, and any larger count."""
 
 
 def check_names(params: Sequence[Param], given: Mapping[str, Any], at: str) -> None:
@@ -117,8 +119,7 @@ def _narrower(param: Param, value: Any, planned: int) -> int | float:
 def _tensor(param: Param, value: Any, sizes: Mapping[str, int]) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
-    if not value.is_cpu:
-        raise ShapeError(f"{param.name} is on {value.device}, the kernel runs on the CPU")
+    check_on_host(param.name, value)
     if str(value.dtype) != f"torch.{param.dtype}":
         raise DTypeError(f"{param.name} has dtype {value.dtype}, expected {param.dtype}")
     expected = tuple(sizes.get(s, s) if isinstance(s, str) else s for s in param.shape)
@@ -135,8 +136,7 @@ def _tensor(param: Param, value: Any, sizes: Mapping[str, int]) -> torch.Tensor:
 def _bitmap(param: Param, value: Any, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of each request's [qo_len, kv_len] mask, little-endian, and each request's byte."""
     mask = torch.as_tensor(value)
-    if not mask.is_cpu:
-        raise ShapeError(f"{param.name} is on {mask.device}, the kernel runs on the CPU")
+    check_on_host(param.name, mask)
     qo_len, kv_len = lengths
     pairs = qo_len.astype(np.int64) * kv_len
     indptr = np.concatenate([[0], np.cumsum((pairs + 7) // 8)])

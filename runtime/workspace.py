@@ -11,6 +11,7 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import DTypeError, LimitError, ShapeError, SpecError, WorkspaceError
 from tvm_attn.runtime import sizes
+from tvm_attn.runtime.host import check_on_host
 from tvm_attn.runtime.plan import Family
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
@@ -129,8 +130,7 @@ def _no_states(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_workspace(workspace: object) -> None:
     if not isinstance(workspace, torch.Tensor):
         raise DTypeError(f"workspace must be a torch tensor, got {type(workspace).__name__}")
-    if not workspace.is_cpu:
-        raise ShapeError(f"workspace is on {workspace.device}, the kernel runs on the CPU")
+    check_on_host("workspace", workspace)
     if not workspace.is_contiguous() or workspace.data_ptr() % 4:
         raise ShapeError("workspace must be contiguous and aligned to 4 bytes; allocate it anew")
 

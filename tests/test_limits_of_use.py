@@ -102,12 +102,30 @@ def test_a_fork_after_a_run_is_told(run_python: Callable[..., Any]) -> None:
             try:
                 kernel.run(plan, q, kv)
             except ta.errors.ProcessError:
-                os._exit(7)
+                try:
+                    ta.merge_state(q, torch.zeros(3, 2), q, torch.zeros(3, 2))
+                except ta.errors.ProcessError:
+                    os._exit(7)
             os._exit(1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )
     assert done.strip() == "7"
+
+
+def test_what_is_held_of_a_dead_plan_is_not_written_again() -> None:
+    kernel = ta.build(SPEC)
+    held = kernel.plan(*TABLE).work[0].items
+    before = held.copy()
+    for _ in range(4):
+        kernel.plan([0, 2, 5], [0, 1, 3], [4, 2, 1], [1, 3])
+    assert (held == before).all()
+
+
+def test_memory_of_a_dead_plan_is_used_again() -> None:
+    kernel = ta.build(SPEC)
+    first = kernel.plan(*TABLE).batch[0].ctypes.data
+    assert kernel.plan(*TABLE).batch[0].ctypes.data == first
 
 
 def test_a_plan_out_of_range_names_the_offset() -> None:

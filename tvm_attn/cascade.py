@@ -56,8 +56,8 @@ def merge_state(
     v = torch.empty(v_a.shape, dtype=v_a.dtype)
     s = torch.empty(s_a.shape, dtype=torch.float32)
     if v.numel():
-        _library(v.dtype, v.shape[-1])["merge_state"](
-            v_a, s_a.contiguous(), v_b, s_b.contiguous(), v, s
+        _library(v.dtype, v.shape[-1]).launch(
+            "merge_state", v_a, s_a.contiguous(), v_b, s_b.contiguous(), v, s
         )
     return v, s
 
@@ -92,8 +92,8 @@ def merge_state_in_place(
         mask = torch.ones(len(v), dtype=torch.bool)
     check_tensor("mask", mask, (len(v),), torch.bool)
     if v.numel():
-        _library(v.dtype, v.shape[-1])["merge_state_in_place"](
-            v, s, v_other, s_other.contiguous(), mask.contiguous()
+        _library(v.dtype, v.shape[-1]).launch(
+            "merge_state_in_place", v, s, v_other, s_other.contiguous(), mask.contiguous()
         )
 
 
@@ -123,7 +123,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     lse = torch.empty(n, num_heads, dtype=torch.float32)
     if not v.numel():
         return merged.zero_(), lse.fill_(-torch.inf)
-    _library(v.dtype, head_dim)["merge_states"](v, s.contiguous(), merged, lse)
+    _library(v.dtype, head_dim).launch("merge_states", v, s.contiguous(), merged, lse)
     return merged, lse
 
 

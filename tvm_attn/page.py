@@ -168,7 +168,8 @@ def append_paged_kv_cache(
         raise DTypeError(f"the cache has dtype {k.dtype}, whose elements are not 1, 2 or 4 bytes")
     as_bits = BITS[k.dtype.itemsize]
     wrong = torch.empty(1, dtype=torch.int32)
-    _library(k.shape[3], v.shape[3], as_bits)["append_paged_kv_cache"](
+    _library(k.shape[3], v.shape[3], as_bits).launch(
+        "append_paged_kv_cache",
         append_key.view(as_bits),
         append_value.view(as_bits),
         *table.values(),

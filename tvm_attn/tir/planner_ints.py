@@ -16,7 +16,8 @@ from tvm.script import tirx as T
 
 INT32_MAX = (1 << 31) - 1
 LENGTH_LIMIT = 1 << 29
-"""Most fused rows or KV tokens of a request, and largest position: int32 holds sums of two."""
+"""Most fused rows or KV tokens of a request, and largest position. Positions are then
+within 2**30 of one another, and a range may be moved by 2**30 more without leaving int32."""
 
 
 def bind(handle: Any, name: str, *row: int) -> Any:
