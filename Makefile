@@ -8,10 +8,10 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck pytest bench clean
+.PHONY: help demo test lint format typecheck pytest bench compile-all clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/cli.stamp  ## build a kernel, run it on a batch, compare it with PyTorch
 	$(BIN)/tvm-attn demo
@@ -34,6 +34,9 @@ pytest: $(VENV)/test.stamp  ## the tests alone, on all cores
 
 bench: $(VENV)/cli.stamp  ## measure this machine
 	$(BIN)/tvm-attn bench
+
+compile-all: $(VENV)/test.stamp  ## every shipped CUDA kernel, for every architecture; needs nvcc, no GPU
+	$(BIN)/python -m tests.compile_all --jobs $(JOBS)
 
 clean:  ## remove what was built, and .venv
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

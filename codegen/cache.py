@@ -15,6 +15,7 @@ from typing import Any
 import filelock
 
 from tvm_attn import env
+from tvm_attn.codegen.compilers import find_compiler
 from tvm_attn.errors import ArtifactError
 
 SUFFIX = ".tar"
@@ -75,6 +76,18 @@ def cached(name: str, key: str, read: Callable[[Path], Any], make: Callable[[], 
 def is_cached(name: str, key: str) -> bool:
     """Whether there is a file for a key; reading it may still find it corrupt."""
     return _path(name, key).exists()
+
+
+def name_with_compiler(name: str, key: str) -> str:
+    """Return the name of what a CUDA compiler makes: it is kept apart for each compiler.
+
+    Without a compiler, any that there is a file from will do.
+    """
+    compiler = find_compiler()
+    if compiler is not None:
+        return f"{name}-{compiler.label}"
+    files = sorted(env.cache_dir().glob(f"{name}-nv*-{key}{SUFFIX}"))
+    return files[0].name.removesuffix(f"-{key}{SUFFIX}") if files else name
 
 
 def write_atomically(path: Path, content: bytes) -> None:

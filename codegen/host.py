@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,38 @@ def compile_host(functions: Mapping[str, Any], target: BuildTarget) -> HostCode:
     except Exception as error:
         names = ", ".join(functions)
         raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error
+    return HostCode(link([object_code(executable.mod)]), executable.mod.inspect_source("ll"))
+
+
+def object_code(module: Any) -> bytes:
+    """Return a `tvm.runtime.Module` with host code as an object file, without what it imports."""
     with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
-        code = Path(folder, "host.o")
-        executable.mod.write_to_file(str(code), "obj")
-        return HostCode(_link(code).read_bytes(), executable.mod.inspect_source("ll"))
+        path = Path(folder, "host.o")
+        module.write_to_file(str(path), "obj")
+        return path.read_bytes()
 
 
-def _link(code: Path) -> Path:
+def link(objects: Sequence[bytes]) -> bytes:
+    """Return the shared library of object files.
+
+    Raises
+    ------
+    CompileError
+        If there is no linker, or it refuses.
+    """
     linker = next((found for name in LINKERS if (found := shutil.which(name))), None)
     if linker is None:
         raise CompileError(
             f"no linker found (tried {', '.join(LINKERS)}); install a C compiler, or load a kernel "
             "that was exported elsewhere"
         )
-    library = code.with_suffix(".so")
-    command = [linker, "-shared", "-o", str(library), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CompileError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return library
+    with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
+        files = [Path(folder, f"{number}.o") for number in range(len(objects))]
+        for file, content in zip(files, objects, strict=True):
+            file.write_bytes(content)
+        library = Path(folder, "host.so")
+        command = [linker, "-shared", "-o", str(library), *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"{' '.join(command)} failed:\n{done.stderr}")
+        return library.read_bytes()

@@ -22,12 +22,18 @@ class Phases:
     ----------
     texts : dict of str to str
         ``tir.py``, ``scheduled.py``, ``source.ll``: what each phase made.
+    report : callable
+        `progress`.
     """
 
     def __init__(self, name: str, progress: Callable[[str], None]):
         self.texts: dict[str, str] = {}
         self._name = name
-        self._progress = progress
+        self.report = progress
+
+    def of(self, kernel: str, progress: Callable[[str], None]) -> Phases:
+        """Return phases of one kernel: it has a folder of its own, and its stages bear its name."""
+        return Phases(f"{self._name}/{kernel}", lambda stage: progress(f"{kernel}: {stage}"))
 
     def record(self, phase: str, functions: Mapping[str, Any]) -> dict[str, Any]:
         """Record the TVMScript of a phase's functions, and return them."""
@@ -37,7 +43,7 @@ class Phases:
     def note(self, name: str, text: str) -> None:
         """Record a phase's text."""
         self.texts[name] = text
-        self._progress(name)
+        self.report(name)
         env.logger("codegen").debug("%s: %d characters", name, len(text))
         dump(self._name, {name: text})
 
@@ -47,6 +53,7 @@ def dump(folder: str, texts: Mapping[str, str]) -> None:
     root = env.dump_dir()
     if root is None:
         return
-    (root / folder).mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (root / folder / name).write_text(text)
+        path = root / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)

@@ -1,7 +1,8 @@
 """Reading artifacts: a tar file with what was generated and what is known about it.
 
 Members: ``meta.json`` (what the kernel is), shared libraries (``attention.so``, ``planner.so``),
-and texts a person may want to read (``tir.py``, ``scheduled.py``, ``source.ll``), compressed.
+device code of what they launch (``attention/attention_long.device``), and texts a person may want
+to read (``tir.py``, ``scheduled.py``, ``source.ll``), compressed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from tvm_attn.errors import ArtifactError
 
 FORMAT = 1
-META, LIBRARY_SUFFIX = "meta.json", ".so"
+META, LIBRARY_SUFFIX, DEVICE_SUFFIX = "meta.json", ".so", ".device"
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,37 @@ class Artifact:
     libraries : dict of str to bytes
         Shared libraries by name.
     texts : dict of str to str
-        Generated texts by member name.
+        Generated texts by member name: those of one kernel of several in a folder of its name.
+    devices : dict of str to dict of str to bytes
+        Of a GPU: by library, the CUDA modules whose kernels it launches, by name, as TVM's runtime
+        loads them.
     """
 
     meta: dict[str, Any]
     libraries: Mapping[str, bytes]
     texts: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+
+    def text(self, name: str) -> str:
+        """Return a text, that of all kernels one after another.
+
+        Raises
+        ------
+        KeyError
+            If there is none.
+        """
+        found = [text for path, text in self.texts.items() if path.split("/")[-1] == name]
+        if not found:
+            raise KeyError(name)
+        return "\n".join(found)
 
     def to_bytes(self) -> bytes:
         """Return the artifact as a tar file."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
             code = {name + LIBRARY_SUFFIX: content for name, content in self.libraries.items()}
+            for library, modules in self.devices.items():
+                code.update({f"{library}/{n}{DEVICE_SUFFIX}": c for n, c in modules.items()})
             texts = {name: zlib.compress(text.encode()) for name, text in self.texts.items()}
             digest = _digest(self.meta, {**code, **texts})
             head = {"format": FORMAT, "digest": digest, **self.meta}
@@ -76,9 +96,12 @@ def read_artifact(path: Path) -> Artifact:
         raise ArtifactError(f"{path} has another format than {FORMAT}; export it again")
     if meta.pop("digest", None) != _digest(meta, members):
         raise ArtifactError(f"{path} is damaged: its content has changed; export it again")
-    code = [name for name in members if name.endswith(LIBRARY_SUFFIX)]
-    libraries = {name.removesuffix(LIBRARY_SUFFIX): members.pop(name) for name in code}
-    return Artifact(meta, libraries, LazyTexts(members))
+    libraries = _taken(members, LIBRARY_SUFFIX)
+    devices: dict[str, dict[str, bytes]] = {}
+    for name, content in _taken(members, DEVICE_SUFFIX).items():
+        library, _, module = name.partition("/")
+        devices.setdefault(library, {})[module] = content
+    return Artifact(meta, libraries, LazyTexts(members), devices)
 
 
 class LazyTexts(Mapping[str, str]):
@@ -98,6 +121,12 @@ class LazyTexts(Mapping[str, str]):
     def __len__(self) -> int:
         """Return the number of texts."""
         return len(self._compressed)
+
+
+def _taken(members: dict[str, bytes], suffix: str) -> dict[str, bytes]:
+    """Take the members of a kind out of all, and return them by what precedes the suffix."""
+    names = [name for name in members if name.endswith(suffix)]
+    return {name.removesuffix(suffix): members.pop(name) for name in names}
 
 
 def _digest(meta: Mapping[str, Any], members: Mapping[str, bytes]) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
-from tvm_attn.runtime.host import check_on_host
+from tvm_attn.runtime.device import CPU, check_rows, elsewhere
 from tvm_attn.runtime.params import run_values
+from tvm_attn.runtime.placement import Placement
 from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.scales import HeadScales, number
 from tvm_attn.spec import AttentionSpec, Param
 
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
@@ -35,6 +37,8 @@ class Executor:
         Whether there is an LSE.
     kernels : mapping of str to callable
         Compiled kernel of each family.
+    needs_rows : bool
+        Whether kernels need rows that begin at multiples of 16 bytes.
     """
 
     def __init__(
@@ -43,18 +47,20 @@ class Executor:
         params: Sequence[Param],
         use_softmax: bool,
         kernels: Mapping[str, Kernel],
+        needs_rows: bool = False,
     ):
         self._spec = spec
         self._params = params
         self._use_softmax = use_softmax
         self._kernels = kernels
+        self._needs_rows = needs_rows
         self._heads = {"num_qo_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
         self._q_dtype, self._kv_dtype, self._o_dtype = (
             getattr(torch, str(d)) for d in (spec.q_dtype, spec.kv_dtype, spec.o_dtype)
         )
         self._sm_scale = 1.0 / math.sqrt(spec.head_dim_qk)
         self._cache_shapes = tuple(self._cache_shape(d) for d in (spec.head_dim_qk, spec.dim_vo))
-        self._ones = torch.ones(spec.num_kv_heads, dtype=torch.float32)
+        self._head_scales = HeadScales(spec.num_kv_heads)
 
     def run(
         self,
@@ -69,36 +75,42 @@ class Executor:
         params: Mapping[str, Any],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention; see `AttentionModule.run`."""
-        spec, nnz = self._spec, plan.nnz_qo
+        spec, nnz, placement = self._spec, plan.nnz_qo, plan.placement
+        device = placement.device
         k, v = self._caches(kv, plan)
-        check_tensor("q", q, (nnz, spec.num_qo_heads, spec.head_dim_qk), self._q_dtype)
+        check_tensor("q", q, (nnz, spec.num_qo_heads, spec.head_dim_qk), self._q_dtype, device)
         if not self._use_softmax and (return_lse or lse is not None):
             raise VariantError("without softmax there is no LSE; run without return_lse and lse")
         if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
             raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
         values = self._values(plan, params) if params or self._params else []
-        factors = (*self._factors(*scales), LSE_SCALES[lse_base])
+        factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
         if out is None:
-            out = torch.empty(nnz, spec.num_qo_heads, spec.dim_vo, dtype=self._o_dtype)
+            heads, dim = spec.num_qo_heads, spec.dim_vo
+            out = torch.empty(nnz, heads, dim, dtype=self._o_dtype, device=device)
         else:
-            check_tensor("out", out, (nnz, spec.num_qo_heads, spec.dim_vo), self._o_dtype)
+            check_tensor("out", out, (nnz, spec.num_qo_heads, spec.dim_vo), self._o_dtype, device)
         if lse is None:
-            lse = torch.empty(nnz, spec.num_qo_heads, dtype=torch.float32)
+            lse = torch.empty(nnz, spec.num_qo_heads, dtype=torch.float32, device=device)
         else:
-            check_tensor("lse", lse, (nnz, spec.num_qo_heads), torch.float32)
+            check_tensor("lse", lse, (nnz, spec.num_qo_heads), torch.float32, device)
             if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
                 raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
-        for kernel, arguments in self._launches(plan, (q, k, v), (*factors, *values), (out, lse)):
+        if self._needs_rows:
+            check_rows({"q": q, "k": k, "v": v, "out": out})
+        for kernel, arguments in self._launches(
+            placement, (q, k, v), (*factors, *values), (out, lse)
+        ):
             kernel(*arguments)
         return (out, lse) if return_lse else out
 
     def _launches(
-        self, plan: Plan, inputs: Tensors, values: tuple[Any, ...], outputs: Tensors
+        self, placement: Placement, inputs: Tensors, values: tuple[Any, ...], outputs: Tensors
     ) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
         """Yield every kernel to launch with its arguments, in the order of the definition's."""
-        for work, partials in zip(plan.work, plan.partials, strict=True):
-            arguments = (*inputs, *work.arrays, *plan.batch, *values, *partials, *outputs)
-            yield self._kernels[work.family.name], arguments
+        for launch in placement.launches:
+            arguments = (*inputs, *launch.indices, *values, *launch.partials, *outputs)
+            yield self._kernels[launch.family], arguments
 
     def launcher(
         self,
@@ -110,9 +122,9 @@ class Executor:
     ) -> Callable[[], None]:
         """Return a function that launches the kernels and does nothing else, to be timed."""
         values = self._values(plan, {})
-        factors = (*self._factors(None, None, None, None), 1.0)
+        factors = (*self._factors(plan.placement, None, None, None, None), 1.0)
         inputs = (q, *self._caches(kv, plan))
-        launches = list(self._launches(plan, inputs, (*factors, *values), (out, lse)))
+        launches = list(self._launches(plan.placement, inputs, (*factors, *values), (out, lse)))
 
         def launch() -> None:
             for kernel, arguments in launches:
@@ -122,7 +134,8 @@ class Executor:
 
     def _values(self, plan: Plan, params: Mapping[str, Any]) -> list[Any]:
         sizes = {**self._heads, "batch": plan.batch_size}
-        return run_values(self._params, params, plan.params, sizes)
+        placement = plan.placement
+        return run_values(self._params, params, placement.params, sizes, placement.device)
 
     def _caches(
         self, kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor], plan: Plan
@@ -141,7 +154,7 @@ class Executor:
                 raise DTypeError(f"kv must be a (k, v) tuple or a fused cache, got {type(kv)}")
             k, v = kv
         for name, cache, shape in zip("kv", (k, v), self._cache_shapes, strict=True):
-            check_tensor(name, cache, shape, self._kv_dtype)
+            check_tensor(name, cache, shape, self._kv_dtype, plan.placement.device)
         return self._located(k, v, plan)
 
     def _cache_shape(self, dim: int) -> tuple[int | None, ...]:
@@ -170,28 +183,24 @@ class Executor:
             return k.transpose(0, 1).unsqueeze(2), v.transpose(0, 1).unsqueeze(2)
         return k.unsqueeze(1), v.unsqueeze(1)
 
-    def _factors(
-        self, sm_scale: Any, q_scale: Any, k_scale: Any, v_scale: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        return (
-            self._head_scales("k_scale", k_scale),
-            self._head_scales("v_scale", v_scale),
-            self._sm_scale if sm_scale is None else _number("sm_scale", sm_scale),
-            1.0 if q_scale is None else _number("q_scale", q_scale),
-        )
+    @staticmethod
+    def _factor(name: str, value: Any, placement: Placement) -> float:
+        """Return a factor of all scores, which GPU kernels compare before they are scaled."""
+        factor = number(name, value)
+        if factor < 0.0 and placement.device.type == "cuda":
+            raise SpecError(f"{name}={factor} must be at least 0 on a GPU; negate q instead")
+        return factor
 
-    def _head_scales(self, name: str, scale: Any) -> torch.Tensor:
-        if scale is None:
-            return self._ones
-        if not isinstance(scale, torch.Tensor):
-            return self._ones * _number(name, scale)
-        check_on_host(name, scale)
-        if scale.dtype != torch.float32:
-            raise DTypeError(f"{name} has dtype {scale.dtype}; it must be float32")
-        if scale.numel() == 1:
-            return self._ones * scale.reshape(1)
-        check_tensor(name, scale, (self._spec.num_kv_heads,), torch.float32)
-        return scale.contiguous()
+    def _factors(
+        self, placement: Placement, sm_scale: Any, q_scale: Any, k_scale: Any, v_scale: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        ones, of_heads = placement.ones, self._head_scales.of
+        return (
+            ones if k_scale is None else of_heads("k_scale", k_scale, placement),
+            ones if v_scale is None else of_heads("v_scale", v_scale, placement),
+            self._sm_scale if sm_scale is None else self._factor("sm_scale", sm_scale, placement),
+            1.0 if q_scale is None else self._factor("q_scale", q_scale, placement),
+        )
 
 
 def check_tensor(
@@ -199,6 +208,7 @@ def check_tensor(
     tensor: Any,
     shape: tuple[int | None, ...],
     dtype: torch.dtype,
+    device: torch.device = CPU,
     *,
     contiguous: bool = False,
 ) -> None:
@@ -211,7 +221,8 @@ def check_tensor(
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ShapeError(f"{name} has shape {tuple(given)}, expected ({wanted})")
-    check_on_host(name, tensor)
+    if tensor.device != device:
+        raise elsewhere(name, tensor, device)
     if tensor.is_contiguous():
         return
     if contiguous:
@@ -220,16 +231,6 @@ def check_tensor(
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"
         )
-
-
-def _number(name: str, value: Any) -> float:
-    """Return a scale given as a number, or as a tensor or array of one."""
-    try:
-        if isinstance(value, str | bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise DTypeError(f"{name}={value!r} must be a number") from error
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -8,17 +8,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from tvm_attn.errors import ProcessError, ShapeError
+from tvm_attn.errors import ProcessError
 
 CPUINFO = Path("/proc/cpuinfo")
-
-
-def check_on_host(name: str, tensor: torch.Tensor) -> None:
-    """Raise `ShapeError` if a tensor is not where CPU kernels run."""
-    if not tensor.is_cpu:
-        raise ShapeError(f"{name} is on {tensor.device}, the kernel runs on the CPU; move it there")
 
 
 def missing_flags(flags: Sequence[str]) -> str:

@@ -29,8 +29,8 @@ class Inspector:
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
         to the last.
-    group_size, num_kv_heads, num_ctas : int
-        Of the kernel, and of the machine.
+    group_size, num_kv_heads : int
+        Of the kernel.
     """
 
     def __init__(
@@ -40,22 +40,26 @@ class Inspector:
         families: Sequence[Family],
         group_size: int,
         num_kv_heads: int,
-        num_ctas: int,
     ):
         self._plan_batch = plan_batch
         self._plan_work = plan_work
         self._short, self._long = families
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
-        self._num_ctas = num_ctas
         self._pool = BufferPool()
 
     def plan(
-        self, owner: object, bsr: BSR, bind: Callable[[Plan], Params], fixed_split: int
+        self,
+        owner: object,
+        bsr: BSR,
+        bind: Callable[[Plan], Params],
+        fixed_split: int,
+        num_ctas: Sequence[int],
     ) -> Plan:
         """Check a batch and plan its work.
 
-        `bind` returns the plan-time parameters once the batch is known to be valid.
+        `bind` returns the plan-time parameters once the batch is known to be valid; `num_ctas` are
+        the CTAs of the machine for each family.
 
         Raises
         ------
@@ -71,12 +75,13 @@ class Inspector:
         plan = Plan(owner, words, batch, buffers, self._pool)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
-        for family, units in (
-            (self._short, words[Header.UNITS_SHORT]),
-            (self._long, words[Header.UNITS_LONG]),
+        for family, units, ctas in (
+            (self._short, words[Header.UNITS_SHORT], num_ctas[0]),
+            (self._long, words[Header.UNITS_LONG], num_ctas[1]),
         ):
             if units:
-                plan.work.append(self._deal(plan, family, units, values, fixed_split, buffers))
+                work = self._deal(plan, family, units, ctas, values, fixed_split, buffers)
+                plan.work.append(work)
         return plan
 
     def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
@@ -111,12 +116,13 @@ class Inspector:
         plan: Plan,
         family: Family,
         units: int,
+        num_ctas: int,
         values: list[Any],
         fixed_split: int,
         buffers: Buffers,
     ) -> WorkList:
         pieces = self._pieces(plan, family, units, fixed_split)
-        counts = (units, self._num_kv_heads, self._num_ctas, pieces)
+        counts = (units, self._num_kv_heads, num_ctas, pieces)
         max_slots = sizes.max_slots(*counts)
         items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
             buffers, family.name, *counts
@@ -127,7 +133,7 @@ class Inspector:
         self._plan_work(
             qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
             *values,
-            plan.batch_size, self._num_kv_heads, self._num_ctas, self._group_size,
+            plan.batch_size, self._num_kv_heads, num_ctas, self._group_size,
             1 if short else self._short.rows + 1,
             self._short.rows if short else MAX_ROWS,
             family.rows, family.block, family.overhead, fixed_split, max_slots,

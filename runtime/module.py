@@ -11,25 +11,23 @@ from typing import Any
 
 import torch
 
-from tvm_attn.bsr import BSR
-from tvm_attn.errors import (
-    ArtifactError,
-    DTypeError,
-    PlanError,
-    ShapeError,
-    SpecError,
-    TargetError,
-    VariantError,
-)
+from tvm_attn.errors import ArtifactError, SpecError, TargetError, VariantError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
+from tvm_attn.runtime.cuda import CudaMachine
+from tvm_attn.runtime.device import CPU
+from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.executor import Executor
-from tvm_attn.runtime.host import check_process, missing_flags
+from tvm_attn.runtime.host import missing_flags
 from tvm_attn.runtime.inspector import Inspector
-from tvm_attn.runtime.library import Library, num_threads
-from tvm_attn.runtime.params import UNBOUNDED, plan_values
+from tvm_attn.runtime.library import Library
+from tvm_attn.runtime.machine import CpuMachine, Machine
 from tvm_attn.runtime.plan import Family, Plan
-from tvm_attn.runtime.workspace import PlanLimits, partial_states, workspace_size
+from tvm_attn.runtime.planner import Planner, expect, positive
+from tvm_attn.runtime.workspace import PlanLimits, workspace_size
 from tvm_attn.spec import AttentionSpec, Param
+
+MULTIPROCESSORS = 132
+"""What plans are made for where there is no GPU, and the artifact does not say."""
 
 
 class AttentionModule:
@@ -50,6 +48,8 @@ class AttentionModule:
         The variant's run-time parameters.
     target : str
         What its code runs on.
+    device, backend : str
+        ``"cpu"`` or ``"cuda"``, and the schedule it was generated with.
     """
 
     def __init__(
@@ -62,22 +62,30 @@ class AttentionModule:
         self.spec = spec = AttentionSpec(**meta["spec"])
         self.variant: str = meta["variant"]
         self.target: str = meta["target"]
+        self.device: str = meta.get("device", "cpu")
+        self.backend: str = meta.get("backend", "cpu")
         self.params = tuple(param_from_json(p) for p in meta["params"])
         self.families = tuple(Family(**f) for f in meta["families"])
         self._artifact = artifact
         self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
-        self._num_ctas = num_ctas or num_threads()
-        self._inspector = Inspector(
+        on_gpu = self.device == "cuda"
+        self._machine: Machine
+        if on_gpu:
+            code, usual = libraries["attention"], meta.get("multiprocessors", MULTIPROCESSORS)
+            self._machine = CudaMachine(spec, self.families, num_ctas, self.target, usual, code)
+        else:
+            self._machine = CpuMachine(spec, self.families, num_ctas)
+        inspector = Inspector(
             libraries["planner"]["plan_batch"],
             libraries["planner"]["plan_work"],
             self.families,
             spec.group_size,
             spec.num_kv_heads,
-            self._num_ctas,
         )
+        self._planner = Planner(spec, self.params, inspector, self._machine, on_gpu)
         kernels = {f.name: libraries["attention"][f"attention_{f.name}"] for f in self.families}
-        self._executor = Executor(spec, self.params, meta["use_softmax"], kernels)
+        self._executor = Executor(spec, self.params, meta["use_softmax"], kernels, on_gpu)
 
     def plan(
         self,
@@ -98,6 +106,11 @@ class AttentionModule:
     ) -> Plan:
         """Plan a batch: check its index arrays, cut its work, deal it to the machine.
 
+        Planning happens on the host. A kernel for a GPU has the plan copied there on the current
+        stream, without waiting for anything; what is given on a GPU is copied to the host first,
+        which waits for that GPU. The plan is for the GPU that arrays are given on, else that of
+        `workspace`, else of `out`, else for the current one.
+
         Parameters
         ----------
         qo_indptr : array or BSR
@@ -112,8 +125,8 @@ class AttentionModule:
         out : Plan, optional
             A plan of this kernel to replan into; on an error it keeps what it held.
         workspace : torch.Tensor, optional
-            Memory for partial states, at least ``workspace_size(limits)[0]`` bytes; the library's
-            own if not given.
+            Memory for partial states on the plan's device, at least ``workspace_size(limits)[0]``
+            bytes; the library's own if not given.
         fixed_split_size : int, optional
             Cut every request at multiples of this many KV tokens, so that its bits do not depend
             on the batch it is in.
@@ -124,7 +137,8 @@ class AttentionModule:
         window_left : int, optional
             The window to plan for, of a variant with a sliding window.
         **index_params
-            The variant's plan-time parameters, such as ``custom_mask``.
+            The variant's plan-time parameters, such as ``custom_mask``; on the host like index
+            arrays.
 
         Returns
         -------
@@ -136,35 +150,21 @@ class AttentionModule:
         PlanError, LimitError, ShapeError, DTypeError, VariantError, WorkspaceError
             If an argument is wrong; the message names it. Nothing has changed then.
         """
-        bsr = self._format(
-            qo_indptr, kv_indptr, kv_indices, kv_last_page_len, q_pos_offset, kv_pos_offset
-        )
-        if limits is not None:
-            _expect("limits", limits, PlanLimits)
-            limits.check(bsr)
+        arrays = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_last_page_len": kv_last_page_len,
+            "q_pos_offset": q_pos_offset,
+            "kv_pos_offset": kv_pos_offset,
+        }
         if out is not None:
             self._check_owner("out", out)
         if window_left is not None:
             index_params["window_left"] = window_left
-        given = {**bsr.index_params, **index_params} if bsr.index_params else index_params
-
-        def bind(plan: Plan) -> dict[str, list[Any]]:
-            if not given and not self.params:
-                return {}
-            sizes = {**self._heads, "batch": plan.batch_size}
-            return plan_values(self.params, given, plan.lengths, sizes)
-
-        split = _positive("fixed_split_size", fixed_split_size)
-        plan = self._inspector.plan(self, bsr, bind, split)
-        if plan.max_qo_len > (_positive("max_qo_len", max_qo_len) or plan.max_qo_len):
-            raise PlanError(f"max_qo_len={max_qo_len}, but a request has {plan.max_qo_len} queries")
-        plan.partials = [
-            partial_states(self.spec, work.family, work.num_slots, workspace) for work in plan.work
-        ]
-        if out is None:
-            return plan
-        out.replace_by(plan)
-        return out
+        return self._planner.plan(
+            self, arrays, index_params, limits, out, workspace, fixed_split_size, max_qo_len
+        )
 
     def run(
         self,
@@ -183,6 +183,10 @@ class AttentionModule:
         **params: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention for a planned batch.
+
+        All tensors are on the plan's device. On a GPU the kernels are queued on the current stream,
+        and nothing waits for them; rows of `q`, `kv` and `out` (their innermost axis) begin at
+        multiples of 16 bytes. A CUDA graph can capture a run of a plan that has been run before.
 
         Parameters
         ----------
@@ -206,7 +210,7 @@ class AttentionModule:
         q_scale : float, optional
             Scale of the queries.
         k_scale, v_scale : float or torch.Tensor, optional
-            Scales of keys and values: a number, or float32 ``[num_kv_heads]``.
+            Scales of keys and values: a number, or float32 ``[num_kv_heads]`` (or of one number).
         **params
             The variant's run-time parameters.
 
@@ -220,13 +224,18 @@ class AttentionModule:
         ------
         ShapeError, DTypeError, PlanError, VariantError
             If an argument is wrong; nothing has been computed then.
+        ProcessError, ArtifactError
+            If the kernel cannot run here: without the GPU, the driver or the CPU it was built for.
         """
         self._check_owner("plan", plan)
         if self._missing:
             raise ArtifactError(f"this kernel, built for {self.target}, {self._missing}")
-        check_process()
         scales = (sm_scale, q_scale, k_scale, v_scale)
-        return self._executor.run(plan, q, kv, out, lse, return_lse, lse_base, scales, params)
+        guard = self._machine.ready(plan)
+        if guard is None:
+            return self._executor.run(plan, q, kv, out, lse, return_lse, lse_base, scales, params)
+        with guard:
+            return self._executor.run(plan, q, kv, out, lse, return_lse, lse_base, scales, params)
 
     def launcher(
         self,
@@ -236,11 +245,15 @@ class AttentionModule:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Callable[[], None]:
-        """Return a function that launches this run's kernels and does nothing else, for timing."""
+        """Return a function that launches this run's kernels and does nothing else, for timing.
+
+        On a GPU, it is to be called while that is the current device.
+        """
+        self._machine.ready(plan)
         return self._executor.launcher(plan, q, kv, out, lse)
 
     def with_ctas(self, num_ctas: int) -> AttentionModule:
-        """Return this kernel planning for another number of CTAs than this machine has threads.
+        """Return this kernel planning for another number of CTAs than this machine has.
 
         It runs here all the same; use it to look at the plans of another machine.
         """
@@ -252,9 +265,10 @@ class AttentionModule:
         self, limits: PlanLimits, *, fixed_split_size: int | None = None
     ) -> tuple[int, int]:
         """Return the bytes of (partial states, plan arrays) of any plan within `limits`."""
-        split = _positive("fixed_split_size", fixed_split_size)
-        _expect("limits", limits, PlanLimits)
-        return workspace_size(self.spec, self.families, limits, self._num_ctas, split)
+        split = positive("fixed_split_size", fixed_split_size)
+        expect("limits", limits, PlanLimits)
+        num_ctas = self._machine.num_ctas(self._machine.plan_device(None))
+        return workspace_size(self.spec, self.families, limits, num_ctas, split)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the kernel to a file that `load` reads, without a compiler and without TVM."""
@@ -263,88 +277,74 @@ class AttentionModule:
     @property
     def tir(self) -> str:
         """The TensorIR definition, as TVMScript."""
-        return self._artifact.texts["tir.py"]
+        return self._artifact.text("tir.py")
 
     @property
     def scheduled(self) -> str:
         """The scheduled TensorIR, as TVMScript."""
-        return self._artifact.texts["scheduled.py"]
+        return self._artifact.text("scheduled.py")
 
     @property
     def source(self) -> str:
-        """The generated source: LLVM IR for a CPU."""
-        return self._artifact.texts["source.ll"]
+        """The generated source: LLVM IR for a CPU, CUDA for a GPU."""
+        return self._artifact.text("source.cu" if self.device == "cuda" else "source.ll")
 
     @property
     def ptx(self) -> str:
         """PTX, of a CUDA kernel."""
-        raise TargetError(f"there is no PTX for {self.target}; look at .source")
+        if self.device != "cuda":
+            raise TargetError(f"there is no PTX for {self.target}; look at .source")
+        return self._artifact.text("kernel.ptx")
 
     @property
     def sass(self) -> str:
-        """SASS, of a CUDA kernel."""
-        raise TargetError(f"there is no SASS for {self.target}; look at .source")
+        """SASS, of a CUDA kernel; needs nvdisasm or cuobjdump."""
+        if self.device != "cuda":
+            raise TargetError(f"there is no SASS for {self.target}; look at .source")
+        modules = self._artifact.devices["attention"].values()
+        return "\n".join(disassemble(cubin_of(module)) for module in modules)
 
     @cached_property
     def resources(self) -> dict[str, Any]:
-        """What the kernel uses: query tiles, threads, bytes of code."""
+        """What the kernel uses: query tiles, threads, bytes of code.
+
+        Of a CUDA kernel, in place of threads, ``"kernels"`` has what the assembler reports of each:
+        registers, stack, spill_stores, spill_loads, shared, dynamic_shared and threads.
+        """
+        code = {**self._artifact.libraries, **self._artifact.devices.get("attention", {})}
+        kernels = self._artifact.meta.get("resources")
         return {
             "families": [asdict(family) for family in self.families],
-            "threads": self._num_ctas,
-            "library_bytes": {n: len(code) for n, code in self._artifact.libraries.items()},
+            **({"kernels": kernels} if kernels else {"threads": self._machine.num_ctas(CPU)[0]}),
+            "library_bytes": {name: len(content) for name, content in code.items()},
         }
 
     def __str__(self) -> str:
         """Return what it is, in a few lines."""
         tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self.families)
         return (
-            f"AttentionModule: {self.variant}\n  spec    {self.spec}\n  target  {self.target}, "
-            f"{self._num_ctas} threads\n  tiles   {tiles} (rows x keys)\n"
+            f"AttentionModule: {self.variant}\n  spec    {self.spec}\n"
+            f"  target  {self.target}, schedule {self.backend}{self._machine.describe()}\n"
+            f"  tiles   {tiles} (rows x keys)\n{self._uses()}"
             f"  params  {', '.join(p.name for p in self.params) or 'none'}"
         )
 
     __repr__ = __str__
 
-    @cached_property
-    def _heads(self) -> Mapping[str, int]:
-        return {"num_qo_heads": self.spec.num_qo_heads, "num_kv_heads": self.spec.num_kv_heads}
+    def _uses(self) -> str:
+        """Return what a CUDA kernel uses of a multiprocessor, a line for each query tile."""
+        kernels = self._artifact.meta.get("resources") or {}
+        return "".join(
+            f"  uses    {name}: {k['registers']} registers, {k['shared'] + k['dynamic_shared']:,} "
+            f"bytes shared, {k['threads']} threads, {k['spill_stores'] + k['spill_loads']} bytes "
+            "spilled\n"
+            for name, k in kernels.items()
+        )
 
     def _check_owner(self, name: str, plan: object) -> None:
-        _expect(name, plan, Plan)
+        expect(name, plan, Plan)
         if getattr(plan, "owner", None) is not self:
             raise VariantError(f"{name} was planned by another kernel; plan with this one")
-
-    def _format(
-        self,
-        qo_indptr: Any,
-        kv_indptr: Any,
-        kv_indices: Any,
-        kv_last_page_len: Any,
-        q_pos_offset: Any,
-        kv_pos_offset: Any,
-    ) -> BSR:
-        offsets = {"q_pos_offset": q_pos_offset, "kv_pos_offset": kv_pos_offset}
-        table = {"kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len}
-        if isinstance(qo_indptr, BSR):
-            _expect_none({"kv_indptr": kv_indptr, **table}, "the format has it already")
-            bsr = qo_indptr.with_positions(**offsets)
-        elif self.spec.page_size is None:
-            _expect_none(table, "the kernel was built for ragged K/V (page_size=None)")
-            bsr = BSR.from_ragged(qo_indptr, kv_indptr, **offsets)
-        else:
-            bsr = BSR.from_page_table(
-                qo_indptr, kv_indptr, kv_indices, kv_last_page_len, self.spec.page_size, **offsets
-            )
-        if bsr.page_size != self.spec.page_size:
-            raise SpecError(
-                f"the format has page_size={bsr.page_size}, the kernel's spec "
-                f"{self.spec.page_size}; build with the format's"
-            )
-        if not bsr.qo_indptr.is_cpu:
-            raise ShapeError(
-                f"qo_indptr is on {bsr.qo_indptr.device}; plan on the host: pass qo_indptr.cpu()"
-            )
-        return bsr
 
 
 def load(path: str | os.PathLike[str]) -> AttentionModule:
@@ -361,30 +361,13 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
     missing = missing_flags(artifact.meta["cpu_flags"])
     if missing:
         raise ArtifactError(f"{path}, built for {artifact.meta['target']}, {missing}")
-    libraries = {name: Library(content) for name, content in artifact.libraries.items()}
+    libraries = {
+        name: Library(content, list(artifact.devices.get(name, {}).values()))
+        for name, content in artifact.libraries.items()
+    }
     return AttentionModule(artifact, libraries)
 
 
 def param_from_json(fields: dict[str, Any]) -> Param:
     """Return a parameter from its JSON form."""
     return Param(**{**fields, "shape": tuple(fields["shape"])})
-
-
-def _positive(name: str, value: int | None) -> int:
-    """Return an optional count, 0 for None."""
-    if value is None:
-        return 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name}={value!r} must be an integer of at least 1, or None")
-    return min(value, UNBOUNDED)
-
-
-def _expect(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise DTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-
-
-def _expect_none(given: Mapping[str, Any], why: str) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise PlanError(f"{name} was given, but {why}; leave it out")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
-from tvm_attn.runtime.host import check_on_host
+from tvm_attn.runtime.device import CPU, check_device
 from tvm_attn.spec import Param
 
 Lengths = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
@@ -40,11 +40,12 @@ def plan_values(
 ) -> dict[str, list[Any]]:
     """Return the kernel arguments of every plan-time parameter, by parameter name.
 
-    They are the plan's own: arrays are copied. `lengths` are the batch's ``qo_len, kv_len``.
+    They are on the host, and the plan's own: arrays are copied. `lengths` are the batch's ``qo_len,
+    kv_len``.
     """
     check_names(params, given, "plan")
     return {
-        p.name: [_owned(value) for value in _values(p, given, lengths, sizes)]
+        p.name: [_owned(value) for value in _values(p, given, lengths, sizes, CPU)]
         for p in params
         if p.at == "plan"
     }
@@ -55,14 +56,15 @@ def run_values(
     given: Mapping[str, Any],
     planned: Mapping[str, list[Any]],
     sizes: Mapping[str, int],
+    device: torch.device,
 ) -> list[Any]:
-    """Return the kernel arguments of all parameters, in declaration order."""
+    """Return the kernel arguments of all parameters, on the device, in declaration order."""
     if given:
         check_names(params, given, "run")
     values: list[Any] = []
     for p in params:
         if p.at == "run":
-            values += _values(p, given, NO_LENGTHS, sizes)
+            values += _values(p, given, NO_LENGTHS, sizes, device)
         elif given.get(p.name) is not None:
             values.append(_narrower(p, given[p.name], planned[p.name][0]))
         else:
@@ -77,7 +79,11 @@ def _owned(value: Any) -> Any:
 
 
 def _values(
-    param: Param, given: Mapping[str, Any], lengths: Lengths, sizes: Mapping[str, int]
+    param: Param,
+    given: Mapping[str, Any],
+    lengths: Lengths,
+    sizes: Mapping[str, int],
+    device: torch.device,
 ) -> list[Any]:
     value = given.get(param.name)
     if value is None:
@@ -87,7 +93,7 @@ def _values(
     if param.kind == "scalar":
         return [_scalar(param, value)]
     if param.kind == "tensor":
-        return [_tensor(param, value, sizes)]
+        return [_tensor(param, value, sizes, device)]
     return list(_bitmap(param, value, lengths))
 
 
@@ -116,10 +122,12 @@ def _narrower(param: Param, value: Any, planned: int) -> int | float:
     return narrow
 
 
-def _tensor(param: Param, value: Any, sizes: Mapping[str, int]) -> torch.Tensor:
+def _tensor(
+    param: Param, value: Any, sizes: Mapping[str, int], device: torch.device
+) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
-    check_on_host(param.name, value)
+    check_device(param.name, value, device)
     if str(value.dtype) != f"torch.{param.dtype}":
         raise DTypeError(f"{param.name} has dtype {value.dtype}, expected {param.dtype}")
     expected = tuple(sizes.get(s, s) if isinstance(s, str) else s for s in param.shape)
@@ -136,7 +144,7 @@ def _tensor(param: Param, value: Any, sizes: Mapping[str, int]) -> torch.Tensor:
 def _bitmap(param: Param, value: Any, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of each request's [qo_len, kv_len] mask, little-endian, and each request's byte."""
     mask = torch.as_tensor(value)
-    check_on_host(param.name, mask)
+    check_device(param.name, mask, CPU)
     qo_len, kv_len = lengths
     pairs = qo_len.astype(np.int64) * kv_len
     indptr = np.concatenate([[0], np.cumsum((pairs + 7) // 8)])

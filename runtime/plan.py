@@ -13,6 +13,7 @@ import torch
 
 from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
 from tvm_attn.runtime.gantt import gantt_svg, gantt_text
+from tvm_attn.runtime.placement import Placement
 from tvm_attn.worklist import Header
 
 
@@ -28,12 +29,15 @@ class Family:
         Fused query rows of a tile, KV tokens of a block.
     overhead : int
         Fixed cost of an item, in blocks.
+    residents : int
+        CTAs at a time of a multiprocessor (on a CPU: of a thread).
     """
 
     name: str
     rows: int
     block: int
     overhead: int
+    residents: int = 1
 
 
 class WorkItem(NamedTuple):
@@ -106,6 +110,11 @@ class Plan:
     Made by `AttentionModule.plan`. It owns copies of the index arrays, so the caller's may change.
     Replanning into it (``out=``) replaces what it held; a plan is used by one run at a time.
 
+    On a GPU it is used on one stream at a time: a run on another stream than the one before (at
+    first, the current stream of planning) waits for what is queued there. Replanning needs no wait:
+    what queued runs still read is kept until they are done. A CUDA graph reads the arrays that the
+    plan had when it was captured: keep the plan, and do not replan it, as long as the graph lives.
+
     Attributes
     ----------
     batch_size, nnz_qo, num_kv_tokens, max_qo_len, max_kv_len, max_page : int
@@ -116,10 +125,12 @@ class Plan:
     work : list of WorkList
         One work list for each family of query tiles that has requests.
     params : dict of str to list
-        Kernel arguments of the plan-time parameters, by parameter.
-    partials : list of (torch.Tensor, torch.Tensor)
-        For each work list, room for its partial states.
+        The plan-time parameters as they were given, by parameter: numbers, and arrays on the host.
+    placement : Placement
+        The same as kernels read it.
     """
+
+    placement: Placement
 
     def __init__(
         self,
@@ -134,13 +145,22 @@ class Plan:
         self.batch = batch
         self.work: list[WorkList] = []
         self.params: dict[str, list[Any]] = {}
-        self.partials: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.batch_size = len(batch[KV_LEN])
         self.nnz_qo = header[Header.NNZ_QO]
         self.num_kv_tokens = wide(header, Header.NUM_TOKENS_LO)
         self.max_qo_len = header[Header.MAX_QO_LEN]
         self.max_kv_len = header[Header.MAX_KV_LEN]
         self.max_page = header[Header.MAX_PAGE]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it can be run; of a kernel for a GPU that was planned without one, the CPU."""
+        return self.placement.device
+
+    @property
+    def partials(self) -> list[tuple[torch.Tensor, ...]]:
+        """Of each launch, room for partial outputs and LSEs (and, on a GPU, its counters)."""
+        return [launch.partials for launch in self.placement.launches]
 
     @property
     def lengths(self) -> tuple[Ints, Ints]:

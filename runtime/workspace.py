@@ -11,7 +11,7 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import DTypeError, LimitError, ShapeError, SpecError, WorkspaceError
 from tvm_attn.runtime import sizes
-from tvm_attn.runtime.host import check_on_host
+from tvm_attn.runtime.device import ROW_BYTES, check_device
 from tvm_attn.runtime.plan import Family
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
@@ -68,25 +68,26 @@ def workspace_size(
     spec: AttentionSpec,
     families: Sequence[Family],
     limits: PlanLimits,
-    num_ctas: int,
+    num_ctas: Sequence[int],
     fixed_split_size: int = 0,
 ) -> tuple[int, int]:
     """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
 
-    Without `fixed_split_size` the first does not grow with the batch.
+    `num_ctas` are those of each family. Without `fixed_split_size` the first does not grow with the
+    batch.
     """
     floats = ints = 0
-    for family in families:
+    for family, ctas in zip(families, num_ctas, strict=True):
         units = work_units(family, limits, spec.group_size)
         pieces = 0
         if fixed_split_size:
             tiles = -(-limits.max_qo_tokens * spec.group_size // family.rows)
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
-        counts = (units, spec.num_kv_heads, num_ctas, pieces)
+        counts = (units, spec.num_kv_heads, ctas, pieces)
         slots, merges = sizes.max_slots(*counts), sizes.max_merges(*counts)
         floats += slots * partial_words(spec, family)
-        ints += sizes.max_items(*counts) * ITEM_WORDS + num_ctas + 1
-        ints += merges * (MERGE_WORDS + 1) + 1
+        ints += sizes.max_items(*counts) * ITEM_WORDS + ctas + 1
+        ints += merges * (MERGE_WORDS + 2) + 1  # the last word: the parts that have arrived
     pages = limits.max_kv_tokens // (spec.page_size or 1) if spec.is_paged else 0
     ints += 2 * (limits.max_batch + 1) + pages + 3 * limits.max_batch + HEADER_WORDS
     return 4 * floats, 4 * ints
@@ -98,7 +99,11 @@ def partial_words(spec: AttentionSpec, family: Family) -> int:
 
 
 def partial_states(
-    spec: AttentionSpec, family: Family, slots: int, workspace: torch.Tensor | None
+    spec: AttentionSpec,
+    family: Family,
+    slots: int,
+    workspace: torch.Tensor | None,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``partial_o [slots, rows, head_dim_vo]`` and ``partial_lse [slots, rows]``, float32.
 
@@ -110,12 +115,12 @@ def partial_states(
         If `workspace` is too small; the message has both sizes in bytes.
     """
     if workspace is not None:
-        _check_workspace(workspace)
+        _check_workspace(workspace, device)
     if slots == 0:
-        return _no_states(family.rows, spec.dim_vo)
+        return _no_states(family.rows, spec.dim_vo, device)
     words = slots * partial_words(spec, family)
     if workspace is None:
-        flat = torch.empty(words, dtype=torch.float32)
+        flat = torch.empty(words, dtype=torch.float32, device=device)
     else:
         flat = _as_floats(workspace, words)
     o = flat[: slots * family.rows * spec.dim_vo].view(slots, family.rows, spec.dim_vo)
@@ -123,16 +128,19 @@ def partial_states(
 
 
 @functools.cache
-def _no_states(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(0, rows, dim), torch.empty(0, rows)
+def _no_states(rows: int, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(0, rows, dim, device=device), torch.empty(0, rows, device=device)
 
 
-def _check_workspace(workspace: object) -> None:
+def _check_workspace(workspace: object, device: torch.device) -> None:
     if not isinstance(workspace, torch.Tensor):
         raise DTypeError(f"workspace must be a torch tensor, got {type(workspace).__name__}")
-    check_on_host("workspace", workspace)
-    if not workspace.is_contiguous() or workspace.data_ptr() % 4:
-        raise ShapeError("workspace must be contiguous and aligned to 4 bytes; allocate it anew")
+    check_device("workspace", workspace, device)
+    aligned = ROW_BYTES if device.type == "cuda" else 4
+    if not workspace.is_contiguous() or workspace.data_ptr() % aligned:
+        raise ShapeError(
+            f"workspace must be contiguous and aligned to {aligned} bytes; allocate it anew"
+        )
 
 
 def _as_floats(workspace: torch.Tensor, words: int) -> torch.Tensor:

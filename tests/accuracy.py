@@ -31,12 +31,13 @@ def assert_states_accurate(
     A batch mixes magnitudes, and the ulp of a short request's out would hide errors of a long one.
     """
     out, lse = (got, None) if isinstance(got, torch.Tensor) else got
-    measured = [check_accuracy(out.cpu(), exact[0], eager[0], name="out")]
+    device = exact[0].device
+    measured = [check_accuracy(out.to(device), exact[0], eager[0], name="out")]
     if lse is not None:
         assert exact[1] is not None and eager[1] is not None, "an lse is given but none is defined"
-        measured.append(check_accuracy(lse.cpu(), exact[1], eager[1], name="lse"))
+        measured.append(check_accuracy(lse.to(device), exact[1], eager[1], name="lse"))
     if fmt is not None and out.dtype.itemsize == 2:
         for b, (begin, end) in enumerate(pairwise(fmt.qo_indptr.tolist())):
-            rows = (x[begin:end] for x in (out.cpu(), exact[0], eager[0]))
+            rows = (x[begin:end] for x in (out.to(device), exact[0], eager[0]))
             check_accuracy(*rows, name=f"out of request {b}")
     return measured

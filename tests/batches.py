@@ -17,7 +17,7 @@ from tvm_attn.spec import FP8_DTYPES, AttentionSpec
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch on the CPU: tensors, the format that indexes them, and what they should give."""
+    """A batch: tensors on a device, the format on the host that indexes them, what they give."""
 
     spec: AttentionSpec
     fmt: BSR
@@ -32,6 +32,16 @@ class Batch:
         if self.k_scale is None:
             return {}
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch with its tensors on a device."""
+
+        def moved(x: Any) -> Any:
+            return x.to(device) if isinstance(x, torch.Tensor) else x
+
+        kv = moved(self.kv) if isinstance(self.kv, torch.Tensor) else tuple(map(moved, self.kv))
+        scales = map(moved, (self.k_scale, self.v_scale))
+        return Batch(self.spec, self.fmt, moved(self.q), kv, *scales)
 
     def exact(self, **variant: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return out and lse in float64; `variant` are keywords of `batch_attention`."""

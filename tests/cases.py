@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +12,32 @@ import tvm_attn as ta
 from tests import rotated
 from tests.accuracy import State, assert_states_accurate
 from tests.batches import Batch
-from tvm_attn import reference, variants
+from tvm_attn import reference
+from tvm_attn._pairwise import Row
 from tvm_attn.runtime.module import AttentionModule
+from tvm_attn.runtime.workspace import PlanLimits
+from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import AttentionVariant
 
 WINDOW, CAP, BIAS = 20, 3.0, -1.0
+KV_HEADS = 2
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "causal": ("causal",),
+    "window": ("causal", "window"),
+    "soft_cap": ("causal", "soft_cap"),
+    "window_soft_cap": ("causal", "window", "soft_cap"),
+    "alibi": ("causal", "alibi"),
+    "custom_mask": ("custom_mask",),
+    "custom_mask_window": ("window", "custom_mask"),
+    "sink": ("causal", "sink"),
+    "window_sink": ("causal", "window", "sink"),
+    "sigmoid": ("causal", "sigmoid"),
+    "rotary": ("causal", "rotary"),
+}
+"""What the variants of `tvm_attn.shipped` are composed of."""
 
 
 @dataclass(frozen=True)
@@ -30,53 +49,73 @@ class Arguments:
     reference: dict[str, Any] = field(default_factory=dict)
 
 
+def spec_of(row: Row) -> AttentionSpec:
+    """Return the spec of a row of a grid."""
+    return AttentionSpec(
+        num_qo_heads=KV_HEADS * row["group"],
+        num_kv_heads=KV_HEADS,
+        head_dim_qk=row["dims"][0],
+        head_dim_vo=row["dims"][1],
+        **dict(zip(("q_dtype", "kv_dtype", "o_dtype"), row["dtypes"], strict=False)),
+        kv_layout=row["layout"],
+        page_size=row["page_size"],
+    )
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row's test."""
+    kv = "ragged" if row["page_size"] is None else f"page{row['page_size']}"
+    dims = "x".join(map(str, dict.fromkeys(row["dims"])))
+    dtypes = "-".join(dict.fromkeys(row["dtypes"]))
+    return f"{row['variant']}-{dtypes}-{row['layout']}-{kv}-g{row['group']}-d{dims}"
+
+
 def variant(name: str, spec: AttentionSpec) -> AttentionVariant:
     """Return a variant by name."""
-    causal = variants.causal()
-    made: dict[str, Callable[[], AttentionVariant]] = {
-        "full": AttentionVariant,
-        "causal": lambda: causal,
-        "window": lambda: causal & variants.sliding_window(),
-        "soft_cap": lambda: causal & variants.soft_cap(30.0),
-        "alibi": lambda: causal & variants.alibi(),
-        "custom_mask": variants.custom_mask,
-        "sink": lambda: causal & variants.sink(),
-        "sigmoid": lambda: causal & variants.sigmoid(),
-        "rotated": lambda: causal & rotated.variant(spec),
-    }
-    return made[name]()
+    return VARIANTS[name](spec)
 
 
 def arguments(name: str, batch: Batch) -> Arguments:
-    """Return what a variant takes for a batch, the same in every run."""
+    """Return what a variant takes for a batch, on its device and the same in every run."""
+    parts = [_part(part, batch) for part in PARTS[name]]
+    keywords = [
+        functools.reduce(_together, (getattr(part, stage) for part in parts), {})
+        for stage in ("plan", "run", "reference")
+    ]
+    return Arguments(*keywords)
+
+
+def _together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Unite keywords; masks and logits of both compose."""
+    return {**a, **b, **{name: a[name] & b[name] for name in a.keys() & b.keys()}}
+
+
+def _part(name: str, batch: Batch) -> Arguments:
     rng = torch.Generator().manual_seed(1)
-    heads = batch.spec.num_qo_heads
-    causal = reference.causal()
-    if name == "full":
-        return Arguments()
+    heads, device = batch.spec.num_qo_heads, batch.q.device
     if name == "causal":
-        return Arguments(reference={"mask": causal})
+        return Arguments(reference={"mask": reference.causal()})
     if name == "window":
-        mask = causal & reference.sliding_window(WINDOW)
+        mask = reference.sliding_window(WINDOW)
         return Arguments(plan={"window_left": WINDOW}, reference={"mask": mask})
     if name == "soft_cap":
-        cap = {"logits": reference.soft_cap(CAP), "mask": causal}
+        cap = {"logits": reference.soft_cap(CAP)}
         return Arguments(run={"logits_soft_cap": CAP}, reference=cap)
     if name == "alibi":
-        slopes = reference.alibi_slopes(heads)
-        bias = {"logits": reference.alibi(slopes), "mask": causal}
-        return Arguments(run={"alibi_slopes": slopes}, reference=bias)
+        slopes = reference.alibi_slopes(heads).to(device)
+        return Arguments({}, {"alibi_slopes": slopes}, {"logits": reference.alibi(slopes)})
     if name == "custom_mask":
         bits = random_mask(batch, rng)
-        mask = reference.custom_mask(bits, batch.fmt)
+        mask = reference.custom_mask(bits.to(device), batch.fmt)
         return Arguments(plan={"custom_mask": bits}, reference={"mask": mask})
     if name == "sink":
-        sink = torch.randn(heads, generator=rng)
-        return Arguments(run={"sink": sink}, reference={"sink": sink, "mask": causal})
+        sink = torch.randn(heads, generator=rng).to(device)
+        return Arguments(run={"sink": sink}, reference={"sink": sink})
     if name == "sigmoid":
-        weigh = {"logits": reference.sigmoid(BIAS), "mask": causal, "use_softmax": False}
+        weigh = {"logits": reference.sigmoid(BIAS), "use_softmax": False}
         return Arguments(run={"sigmoid_bias": BIAS}, reference=weigh)
-    return Arguments(run=rotated.tensors(batch.spec), reference={"mask": causal})
+    assert name == "rotary"
+    return Arguments(run={k: v.to(device) for k, v in rotated.tensors(batch.spec).items()})
 
 
 def random_mask(batch: Batch, rng: torch.Generator) -> torch.Tensor:
@@ -91,9 +130,9 @@ def random_mask(batch: Batch, rng: torch.Generator) -> torch.Tensor:
 
 
 @functools.cache
-def kernel(name: str, spec: AttentionSpec) -> AttentionModule:
+def kernel(name: str, spec: AttentionSpec, target: str | None = None) -> AttentionModule:
     """Return the kernel of a variant, built when it is first asked for."""
-    return ta.build(spec, variant(name, spec))
+    return ta.build(spec, variant(name, spec), target)
 
 
 def check(
@@ -110,18 +149,40 @@ def check(
     """
     module = module or kernel(name, batch.spec)
     args = arguments(name, batch)
-    planned = module.plan(batch.fmt, **args.plan, **(plan or {}))
+    plan = {**poisoned_workspace(module, batch, **(plan or {})), **args.plan}
+    planned = module.plan(batch.fmt, **plan)
     has_lse = args.reference.get("use_softmax", True)
-    keywords = {**batch.scales, **args.run, **run, "return_lse": has_lse}
-    result = module.run(planned, batch.q, batch.kv, **keywords)
-    out, lse = result if has_lse else (result, None)
+    out, lse = poisoned_results(batch)
+    keywords = {**batch.scales, **args.run, "out": out, **({"lse": lse} if has_lse else {}), **run}
+    module.run(planned, batch.q, batch.kv, **keywords)
     exact, eager = (states(name, batch, args, compute) for compute in ("float64", "eager"))
     assert_states_accurate((out, lse) if has_lse else out, exact, eager, batch.fmt)
     return out, lse
 
 
+def poisoned_workspace(
+    module: AttentionModule, batch: Batch, *, fixed_split_size: int | None = None, **plan: Any
+) -> dict[str, Any]:
+    """Return keywords of `plan` with a workspace that is exactly large enough and all NaN."""
+    fmt = batch.fmt
+    tokens = int(fmt.kv_indptr[-1]) * (fmt.page_size or 1)
+    limits = PlanLimits(fmt.batch_size, len(batch.q), tokens)
+    size, _ = module.workspace_size(limits, fixed_split_size=fixed_split_size)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=batch.q.device)
+    return {"workspace": workspace, "fixed_split_size": fixed_split_size, **plan}
+
+
+def poisoned_results(batch: Batch) -> State:
+    """Return room for out and lse, all NaN."""
+    spec, device = batch.spec, batch.q.device
+    shape = (len(batch.q), spec.num_qo_heads)
+    o_dtype = getattr(torch, str(spec.o_dtype))
+    out = torch.full((*shape, spec.dim_vo), torch.nan, dtype=o_dtype, device=device)
+    return out, torch.full(shape, torch.nan, device=device)
+
+
 def states(name: str, batch: Batch, args: Arguments, compute: str) -> State:
     """Return what a batch should give, in float64 or as torch eager computes it."""
-    if name == "rotated":
+    if "rotary" in PARTS[name]:
         return rotated.states(batch, args.run, compute, **args.reference)
     return (batch.exact if compute == "float64" else batch.eager)(**args.reference)

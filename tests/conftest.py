@@ -18,6 +18,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.gpu.report import GpuReport
+from tests.machine import CPU, Machine
+
 ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile(
@@ -41,8 +44,19 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of GPU runs."""
+    group = parser.getgroup("gpu")
+    group.addoption("--gpu-report", type=Path, help="write a GPU run as JSON to a file or folder")
+    group.addoption("--gpu-commit", help="what is tested, for the report, where git cannot say")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this run, all of its workers, a kernel cache of its own."""
+    """Give this run, all of its workers, a kernel cache of its own; report a GPU run."""
+    report = config.getoption("--gpu-report")
+    runs = not (hasattr(config, "workerinput") or config.option.collectonly)
+    if report is not None and runs:
+        config.pluginmanager.register(GpuReport(report, config.getoption("--gpu-commit")))
     if "TVM_ATTN_CACHE_DIR" not in os.environ:
         directory = tempfile.mkdtemp(prefix="tvm_attn-tests-")
         os.environ["TVM_ATTN_CACHE_DIR"] = directory
@@ -60,6 +74,12 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def root() -> Path:
     """The root of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """What tests that can run anywhere run on; ``tests/gpu`` overrides it."""
+    return CPU
 
 
 @pytest.fixture

@@ -34,6 +34,10 @@ def prefill_batch(spec: AttentionSpec, **options: Any) -> Batch:
     return random_batch(spec, QO_LENS, KV_LENS, **options)
 
 
+def workspace(batch: Batch) -> torch.Tensor:
+    return WORKSPACE.to(batch.q.device)
+
+
 def page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt = batch.fmt
     assert fmt.kv_indices is not None
@@ -51,7 +55,7 @@ def dtypes(spec: AttentionSpec) -> dict[str, Any]:
 
 def plan_decode(batch: Batch, **options: Any) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
     spec = batch.spec
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, spec.kv_layout)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch), spec.kv_layout)
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk, spec.page_size)
     wrapper.plan(*page_table(batch), *shape, **dtypes(spec), **options)
     return wrapper
@@ -59,7 +63,7 @@ def plan_decode(batch: Batch, **options: Any) -> flashinfer.BatchDecodeWithPaged
 
 def plan_paged(batch: Batch, **options: Any) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
     spec = batch.spec
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, spec.kv_layout)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch), spec.kv_layout)
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk, spec.page_size, spec.dim_vo)
     wrapper.plan(batch.fmt.qo_indptr, *page_table(batch), *shape, **dtypes(spec), **options)
     return wrapper
@@ -67,7 +71,7 @@ def plan_paged(batch: Batch, **options: Any) -> flashinfer.BatchPrefillWithPaged
 
 def plan_ragged(batch: Batch, **options: Any) -> flashinfer.BatchPrefillWithRaggedKVCacheWrapper:
     spec = batch.spec
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, spec.kv_layout)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch), spec.kv_layout)
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk, spec.dim_vo)
     fmt = batch.fmt
     wrapper.plan(fmt.qo_indptr, fmt.kv_indptr, *shape, **dtypes(spec), **options)
@@ -76,7 +80,7 @@ def plan_ragged(batch: Batch, **options: Any) -> flashinfer.BatchPrefillWithRagg
 
 def plan_mixed(batch: Batch, **options: Any) -> flashinfer.BatchAttention:
     spec = batch.spec
-    attention = flashinfer.BatchAttention(spec.kv_layout, device="cpu")
+    attention = flashinfer.BatchAttention(spec.kv_layout, device=str(batch.q.device))
     attention.plan(
         batch.fmt.qo_indptr,
         batch.fmt.kv_indptr,

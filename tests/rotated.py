@@ -1,4 +1,4 @@
-"""A variant that uses every transform: rotary positions, mixed values, gated outputs."""
+"""What `tvm_attn.shipped.rotary`, a variant that uses every transform, takes and should give."""
 
 from __future__ import annotations
 
@@ -12,41 +12,9 @@ from tests.accuracy import State
 from tests.batches import Batch
 from tvm_attn.bsr import BSR
 from tvm_attn.reference import batch_attention, gather
-from tvm_attn.spec import AttentionSpec, Param
-from tvm_attn.variant import AttentionVariant, Expr
+from tvm_attn.spec import AttentionSpec
 
-MAX_POSITION = 512
-
-
-def variant(spec: AttentionSpec) -> AttentionVariant:
-    """Return the variant; queries and keys are rotated by halves (NeoX).
-
-    Positions below 0, of queries without keys, count as 0: the tables begin there.
-    """
-    half, dim_vo = spec.head_dim_qk // 2, spec.dim_vo
-
-    def rotate(ctx: Any, x: Any, d: Expr, position: Expr) -> Expr:
-        from tvm import tirx
-
-        at, pair = tirx.max(position, 0), d % half
-        other = tirx.Select(d < half, -x((d + half) % (2 * half)), x((d + half) % (2 * half)))
-        return x(d) * ctx.cosine[at, pair] + other * ctx.sine[at, pair]
-
-    return AttentionVariant(
-        query_transform=lambda ctx, x, d: rotate(ctx, x, d, ctx.q_pos),
-        key_transform=lambda ctx, x, d: rotate(ctx, x, d, ctx.kv_pos),
-        value_transform=lambda ctx, x, d: (
-            (x(d) + x((d + 1) % dim_vo)) * ctx.value_gain[ctx.kv_head]
-        ),
-        output_transform=lambda ctx, o, lse: o * ctx.gate[ctx.qo_head],
-        params=(
-            Param("cosine", kind="tensor", shape=("positions", half)),
-            Param("sine", kind="tensor", shape=("positions", half)),
-            Param("value_gain", kind="tensor", shape=("num_kv_heads",)),
-            Param("gate", kind="tensor", shape=("num_qo_heads",)),
-        ),
-        name="rotated",
-    )
+MAX_POSITION = 8192
 
 
 def tensors(spec: AttentionSpec) -> dict[str, torch.Tensor]:
@@ -91,7 +59,9 @@ def _dequantised(batch: Batch, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return K and V of all requests, ``[nnz_kv, num_kv_heads, head_dim]``, times their scales."""
     fmt, layout = batch.fmt, batch.spec.kv_layout
     dense = [gather(batch.kv, fmt, b, kv_layout=layout) for b in range(fmt.batch_size)]
-    scales = [torch.as_tensor(1.0 if s is None else s) for s in (batch.k_scale, batch.v_scale)]
+    device = batch.q.device
+    given = (1.0 if s is None else s for s in (batch.k_scale, batch.v_scale))
+    scales = [torch.as_tensor(scale, device=device) for scale in given]
     return tuple(
         torch.cat([x.to(wide) for x in parts]) * scale.to(wide).view(-1, 1)
         for parts, scale in zip(zip(*dense, strict=True), scales, strict=True)

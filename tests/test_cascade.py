@@ -128,6 +128,29 @@ def test_no_rows() -> None:
     merge_state_in_place(v, s, v, s)
 
 
+def test_merging_in_place_with_itself() -> None:
+    v, s = states(40, 3)
+    expected = merge_state(v, s, v, s)
+    merge_state_in_place(v, s, v, s)
+    assert torch.equal(v, expected[0])
+    assert torch.equal(s, expected[1])
+
+
+def test_tensors_of_several_devices_are_named() -> None:
+    v, s = states(4, 3)
+    there, mask = s.to("meta"), torch.ones(4, dtype=torch.bool, device="meta")
+    with pytest.raises(ShapeError, match=r"s_a is on meta, the kernel runs on the CPU"):
+        merge_state(v, there, v, s)
+    with pytest.raises(ShapeError, match=r"v_b is on cpu, the kernel runs on meta"):
+        merge_state(v.to("meta"), there, v, s)
+    with pytest.raises(ShapeError, match=r"s_other is on meta"):
+        merge_state_in_place(v, s, v, there)
+    with pytest.raises(ShapeError, match=r"mask is on meta"):
+        merge_state_in_place(v, s, v, s, mask)
+    with pytest.raises(ShapeError, match=r"s is on meta"):
+        merge_states(v[:, None], there[:, None])
+
+
 def test_bad_arguments_change_nothing() -> None:
     v, s = states(4, 3)
     before = v.clone(), s.clone()

@@ -121,7 +121,7 @@ def test_variants(make: Callable[[], Any], words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"target": "sm_90"}, ("cuda", "no backend", "llvm")),
+        ({"target": "sm_90"}, ("q_dtype=float32", "sm_90", "float16 or bfloat16")),
         ({"target": "riscv"}, ("'riscv'", "llvm")),
         ({"schedule": "sm90"}, ("schedule='sm90'", "'cpu'")),
     ],

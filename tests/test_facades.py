@@ -23,7 +23,6 @@ from tests.facades import (
     RAGGED_HND,
     SPEC,
     WINDOW,
-    WORKSPACE,
     decode_batch,
     page_table,
     plan_decode,
@@ -32,7 +31,9 @@ from tests.facades import (
     plan_ragged,
     prefill_batch,
     random_mask,
+    workspace,
 )
+from tests.machine import Machine
 from tvm_attn import reference
 from tvm_attn._flashinfer.options import alibi_slopes, split_tokens
 from tvm_attn.bsr import BSR
@@ -41,21 +42,21 @@ from tvm_attn.spec import AttentionSpec
 
 
 @pytest.fixture(scope="module")
-def decoding() -> Batch:
-    return decode_batch(SPEC)
+def decoding(machine: Machine) -> Batch:
+    return decode_batch(SPEC).to(machine.device)
 
 
 @pytest.fixture(scope="module")
-def prefilling() -> Batch:
-    return prefill_batch(SPEC)
+def prefilling(machine: Machine) -> Batch:
+    return prefill_batch(SPEC).to(machine.device)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_decode(kv_layout: str, page_size: int, fused: bool) -> None:
+def test_decode(machine: Machine, kv_layout: str, page_size: int, fused: bool) -> None:
     spec = AttentionSpec(6, 2, 32, kv_layout=kv_layout, page_size=page_size)
-    batch = decode_batch(spec, fused=fused)
+    batch = decode_batch(spec, fused=fused).to(machine.device)
     wrapper = plan_decode(batch)
     assert_accurate(wrapper.run(batch.q, batch.kv, return_lse=True), batch)
     if page_size == 1:
@@ -88,8 +89,9 @@ def test_decode_with_everything_a_plan_takes(decoding: Batch) -> None:
         wrapper.run(decoding.q, decoding.kv, window_left=WINDOW + 1)
 
 
-def test_rows_without_keys_are_empty_states() -> None:
-    batch = prefill_batch(SPEC)  # causal, with requests of more queries than keys
+def test_rows_without_keys_are_empty_states(machine: Machine) -> None:
+    """Causal, with requests of more queries than keys."""
+    batch = prefill_batch(SPEC).to(machine.device)
     out, lse = plan_paged(batch, causal=True).run(batch.q, batch.kv, return_lse=True)
     lens = zip(QO_LENS, KV_LENS, strict=True)
     empty = torch.cat([torch.arange(qo) < qo - kv for qo, kv in lens])
@@ -106,7 +108,7 @@ def test_a_flat_indptr_has_no_keys(decoding: Batch) -> None:
         last = last.clone()
         last[2] = tokens
         assert flashinfer.get_seq_lens(indptr, last, 4)[2] == 0
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(decoding))
         wrapper.plan(indptr, indices, last, 6, 2, 32, 4)
         out, lse = wrapper.run(decoding.q, decoding.kv, return_lse=True)
         assert (out[2] == 0).all()
@@ -118,8 +120,9 @@ def test_alibi_slopes(num_heads: int) -> None:
     torch.testing.assert_close(alibi_slopes(num_heads), reference.alibi_slopes(num_heads))
 
 
-def test_scales_of_an_fp8_cache() -> None:
-    batch = decode_batch(AttentionSpec(6, 2, 32, kv_dtype="float8_e4m3fn", page_size=4))
+def test_scales_of_an_fp8_cache(machine: Machine) -> None:
+    spec = AttentionSpec(6, 2, 32, kv_dtype="float8_e4m3fn", page_size=4)
+    batch = decode_batch(spec).to(machine.device)
     wrapper = plan_decode(batch)
     assert_accurate(wrapper.run(batch.q, batch.kv, return_lse=True, **batch.scales), batch)
     got = wrapper.run(batch.q, batch.kv, return_lse=True, q_scale=2.0, k_scale=0.5, v_scale=3.0)
@@ -127,13 +130,14 @@ def test_scales_of_an_fp8_cache() -> None:
     assert_accurate(got, batch, **one)
 
 
-def test_scales_are_applied_to_16_bit_caches_too(decoding: Batch) -> None:
-    got = plan_decode(decoding).run(decoding.q, decoding.kv, k_scale=0.5, v_scale=torch.tensor(3.0))
+def test_scales_are_applied_to_16_bit_caches_too(machine: Machine, decoding: Batch) -> None:
+    scales = {"k_scale": 0.5, "v_scale": machine.put(3.0)}
+    got = plan_decode(decoding).run(decoding.q, decoding.kv, **scales)
     assert_accurate(got, decoding, k_scale=0.5, v_scale=3.0)
 
 
-def test_several_query_tokens_a_request() -> None:
-    batch = decode_batch(SPEC, q_len=3)
+def test_several_query_tokens_a_request(machine: Machine) -> None:
+    batch = decode_batch(SPEC, q_len=3).to(machine.device)
     wrapper = plan_decode(batch, q_len_per_req=3)
     assert_accurate(
         wrapper.run(batch.q, batch.kv, return_lse=True, q_len_per_req=3), batch, **CAUSAL
@@ -168,11 +172,12 @@ SPLITS = {"fixed_split_size": 16}, {"disable_split_kv": True}
 @pytest.mark.parametrize("options", SPLITS, ids=lambda options: next(iter(options)))
 @pytest.mark.parametrize("kind", ["decode", "paged", "ragged"])
 def test_fixed_splits_make_the_bits_of_a_request_its_own(
-    kind: str, options: dict[str, Any]
+    machine: Machine, kind: str, options: dict[str, Any]
 ) -> None:
     plan = {"decode": plan_decode, "paged": plan_paged, "ragged": plan_ragged}[kind]
     lens = [1, 1, 1] if kind == "decode" else [2, 9, 3]
-    batch = random_batch(RAGGED if kind == "ragged" else SPEC, lens, [90, 7, 300])
+    spec = RAGGED if kind == "ragged" else SPEC
+    batch = random_batch(spec, lens, [90, 7, 300]).to(machine.device)
 
     def run(part: Batch) -> torch.Tensor:
         caches = part.kv if kind == "ragged" else (part.kv,)
@@ -183,14 +188,14 @@ def test_fixed_splits_make_the_bits_of_a_request_its_own(
     assert torch.equal(torch.cat([run(alone(batch, b)) for b in range(3)]), together)
 
 
-def test_fixed_splits_are_in_pages_or_ragged_tokens() -> None:
+def test_fixed_splits_are_in_pages_or_ragged_tokens(machine: Machine) -> None:
     """-1 is off, as in serving engines, and disabling wins."""
     assert split_tokens(3, False, 16) == 48
     assert split_tokens(3, False, 1) == 3
     assert split_tokens(None, False, 16) is None
     assert split_tokens(-1, False, 16) is None
     assert split_tokens(3, True, 16) == 1 << 30
-    batch = random_batch(SPEC, [1], [90])
+    batch = random_batch(SPEC, [1], [90]).to(machine.device)
     counts = [
         plan_decode(batch, **options)._planned.num_slots
         for options in ({"fixed_split_size": 16}, {"fixed_split_size": 8}, *SPLITS[1:])
@@ -203,15 +208,15 @@ def test_prefill_with_pages(prefilling: Batch) -> None:
     assert_accurate(got, prefilling, **CAUSAL)
 
 
-def test_prefill_hnd_with_other_head_dims_and_dtype() -> None:
-    batch = prefill_batch(HND)
+def test_prefill_hnd_with_other_head_dims_and_dtype(machine: Machine) -> None:
+    batch = prefill_batch(HND).to(machine.device)
     got = plan_paged(batch, causal=True).run_return_lse(batch.q, batch.kv)
     assert_accurate(got, batch, **CAUSAL)
 
 
 @pytest.mark.parametrize("spec", [RAGGED, RAGGED_HND], ids=str)
-def test_prefill_with_ragged_keys(spec: AttentionSpec) -> None:
-    batch = prefill_batch(spec)
+def test_prefill_with_ragged_keys(machine: Machine, spec: AttentionSpec) -> None:
+    batch = prefill_batch(spec).to(machine.device)
     got = plan_ragged(batch, causal=True).run(batch.q, *batch.kv, return_lse=True)
     assert_accurate(got, batch, **CAUSAL)
 
@@ -238,7 +243,7 @@ def test_layouts_and_bases_of_the_lse(prefilling: Batch) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_custom_mask_replaces_causal_and_meets_the_window(
-    prefilling: Batch, packed: bool
+    machine: Machine, prefilling: Batch, packed: bool
 ) -> None:
     mask = random_mask(prefilling)
     given = {"custom_mask": mask}
@@ -248,27 +253,26 @@ def test_a_custom_mask_replaces_causal_and_meets_the_window(
         bits, _ = flashinfer.segment_packbits(mask, indptr, bitorder="little")
         given = {"packed_custom_mask": bits, "custom_mask": ~mask}  # bits win
     wrapper = plan_paged(prefilling, **given, causal=True, window_left=WINDOW)
-    twin = reference.custom_mask(mask, prefilling.fmt) & reference.sliding_window(WINDOW)
+    twin = reference.custom_mask(mask.to(machine.device), prefilling.fmt)
+    twin &= reference.sliding_window(WINDOW)
     assert_accurate(
         wrapper.run(prefilling.q, prefilling.kv, return_lse=True), prefilling, mask=twin
     )
 
 
-def test_custom_masks_are_checked(prefilling: Batch) -> None:
+def test_custom_masks_are_checked(machine: Machine, prefilling: Batch) -> None:
     mask = random_mask(prefilling)
     with pytest.raises(PlanError, match="custom_mask has"):
         plan_paged(prefilling, custom_mask=mask[:-1], window_left=WINDOW)
     with pytest.raises(DTypeError, match=r"packed_custom_mask has dtype torch\.bool"):
         plan_paged(prefilling, packed_custom_mask=mask)
     zeros_and_ones = plan_paged(prefilling, custom_mask=mask.to(torch.uint8), window_left=WINDOW)
-    assert_accurate(
-        zeros_and_ones.run(prefilling.q, prefilling.kv),
-        prefilling,
-        mask=reference.custom_mask(mask, prefilling.fmt) & reference.sliding_window(WINDOW),
-    )
+    twin = reference.custom_mask(mask.to(machine.device), prefilling.fmt)
+    twin &= reference.sliding_window(WINDOW)
+    assert_accurate(zeros_and_ones.run(prefilling.q, prefilling.kv), prefilling, mask=twin)
 
 
-def test_forward_replaces_the_options_of_the_plan(prefilling: Batch) -> None:
+def test_forward_replaces_the_options_of_the_plan(machine: Machine, prefilling: Batch) -> None:
     wrapper = plan_paged(prefilling, causal=True)
     args = (prefilling.q, prefilling.kv)
     assert_accurate(wrapper.forward(*args), prefilling)
@@ -276,11 +280,11 @@ def test_forward_replaces_the_options_of_the_plan(prefilling: Batch) -> None:
     got = wrapper.forward(*args, causal=True, sm_scale=0.5)
     assert_accurate(got, prefilling, sm_scale=0.5, **CAUSAL)
     assert torch.equal(wrapper.run(*args), got)
-    ragged = prefill_batch(RAGGED)
+    ragged = prefill_batch(RAGGED).to(machine.device)
     wrapper = plan_ragged(ragged)
     assert_accurate(wrapper.forward(ragged.q, *ragged.kv, causal=True), ragged, **CAUSAL)
     assert_accurate(wrapper.forward_return_lse(ragged.q, *ragged.kv), ragged)
-    decoding = decode_batch(SPEC)
+    decoding = decode_batch(SPEC).to(machine.device)
     wrapper = plan_decode(decoding)
     args = (decoding.q, decoding.kv)
     options = {"window_left": WINDOW, "logits_soft_cap": CAP, "pos_encoding_mode": "ALIBI"}
@@ -288,13 +292,13 @@ def test_forward_replaces_the_options_of_the_plan(prefilling: Batch) -> None:
     assert_accurate(wrapper.forward_return_lse(*args), decoding)
 
 
-def test_batch_attention_defaults_to_bfloat16_and_returns_the_lse() -> None:
-    batch = prefill_batch(HND)
+def test_batch_attention_defaults_to_bfloat16_and_returns_the_lse(machine: Machine) -> None:
+    batch = prefill_batch(HND).to(machine.device)
     attention = plan_mixed(batch, causal=True, logits_soft_cap=CAP)
     cap = {"logits": reference.soft_cap(CAP), **CAUSAL}
     assert_accurate(attention.run(batch.q, batch.kv), batch, **cap)
     out = torch.empty_like(batch.q[..., :1].expand(-1, -1, HND.dim_vo)).contiguous()
-    lse = torch.empty(batch.q.shape[:2])
+    lse = torch.empty(batch.q.shape[:2], device=machine.device)
     got = attention.run(batch.q, batch.kv, out, lse, logits_soft_cap=5.0)
     assert got[0] is out
     assert got[1] is lse
@@ -306,15 +310,15 @@ def test_batch_attention_is_on_a_gpu_unless_told_otherwise() -> None:
     assert flashinfer.BatchAttention(device="cpu").device.type == "cpu"
 
 
-def test_batch_attention_needs_its_soft_cap_at_plan() -> None:
-    batch = prefill_batch(HND)
+def test_batch_attention_needs_its_soft_cap_at_plan(machine: Machine) -> None:
+    batch = prefill_batch(HND).to(machine.device)
     attention = plan_mixed(batch, causal=True)
     with pytest.raises(PlanError, match=r"logits_soft_cap=5\.0"):
         attention.run(batch.q, batch.kv, logits_soft_cap=5.0)
 
 
-def test_batch_attention_reads_the_pages_that_its_lengths_take() -> None:
-    batch = prefill_batch(HND)
+def test_batch_attention_reads_the_pages_that_its_lengths_take(machine: Machine) -> None:
+    batch = prefill_batch(HND).to(machine.device)
     args = (HND.num_qo_heads, HND.num_kv_heads, HND.head_dim_qk, HND.dim_vo, HND.page_size, True)
     indptr, indices, _ = page_table(batch)
     spare = indptr + 2 * torch.arange(len(indptr), dtype=torch.int32)
@@ -322,7 +326,7 @@ def test_batch_attention_reads_the_pages_that_its_lengths_take() -> None:
     for b in range(len(indptr) - 1):
         pages = indices[indptr[b] : indptr[b + 1]]
         padded[spare[b] : spare[b] + len(pages)] = pages
-    attention = flashinfer.BatchAttention("HND", "cpu")
+    attention = flashinfer.BatchAttention("HND", machine.device)
     attention.plan(batch.fmt.qo_indptr, spare, padded, batch.fmt.kv_len, *args)
     assert_accurate(attention.run(batch.q, batch.kv), batch, **CAUSAL)
     with pytest.raises(PlanError, match=r"kv_len_arr\[1\] is 9; .* 2 pages of 4"):
@@ -336,9 +340,9 @@ def test_batch_attention_reads_the_pages_that_its_lengths_take() -> None:
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_single_decode(kv_layout: str) -> None:
+def test_single_decode(machine: Machine, kv_layout: str) -> None:
     spec = AttentionSpec(6, 2, 32, kv_layout=kv_layout, page_size=None)
-    batch = random_batch(spec, [1], [77], spare=0)
+    batch = random_batch(spec, [1], [77], spare=0).to(machine.device)
     out, lse = flashinfer.single_decode_with_kv_cache(
         batch.q[0], *batch.kv, kv_layout, return_lse=True
     )
@@ -350,12 +354,12 @@ def test_single_decode(kv_layout: str) -> None:
     assert_accurate(got[None], batch, sm_scale=2.0 / 32**0.5, k_scale=0.5, v_scale=3.0)
 
 
-def test_single_prefill() -> None:
-    batch = random_batch(RAGGED, [9], [30], spare=0)
+def test_single_prefill(machine: Machine) -> None:
+    batch = random_batch(RAGGED, [9], [30], spare=0).to(machine.device)
     args = (batch.q, *batch.kv)
     got = flashinfer.single_prefill_with_kv_cache(*args, causal=True, return_lse=True)
     assert_accurate(got, batch, **CAUSAL)
-    mask = random_mask(batch)
+    mask = random_mask(batch).to(machine.device)
     bits = flashinfer.packbits(mask, bitorder="little")
     twin = {"mask": reference.custom_mask(mask, batch.fmt)}
     for given in ({"custom_mask": mask.view(9, 30)}, {"packed_custom_mask": bits}):
@@ -365,7 +369,7 @@ def test_single_prefill() -> None:
         *args, k_scale=0.5, v_scale=2.0
     )
     assert_accurate(got, batch, k_scale=0.5, v_scale=2.0)
-    batch = random_batch(RAGGED_HND, [9], [30], spare=0)
+    batch = random_batch(RAGGED_HND, [9], [30], spare=0).to(machine.device)
     wide = flashinfer.single_prefill_with_kv_cache(
         batch.q, *batch.kv, causal=True, kv_layout="HND", o_dtype=torch.float32
     )

@@ -14,15 +14,14 @@ import pytest
 
 import tvm_attn as ta
 from tests.batches import random_batch
-from tests.cases import check, kernel, variant
-from tests.pairwise import Row, pairwise_rows, uncovered_pairs
-from tvm_attn.spec import AttentionSpec
+from tests.cases import check, kernel, name_of, spec_of, variant
+from tvm_attn._pairwise import Row, pairwise_rows, uncovered_pairs
 from tvm_attn.target import parse_target
 
 FACTORS: dict[str, Sequence[Any]] = {
     "variant": (
         *("full", "causal", "window", "soft_cap", "alibi"),
-        *("custom_mask", "sink", "sigmoid", "rotated"),
+        *("custom_mask", "sink", "sigmoid", "rotary"),
     ),
     "dtypes": (
         ("float32", "float32"),
@@ -36,7 +35,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "group": (1, 4, 5, 7, 8),
     "dims": ((64, 64), (128, 128), (96, 96), (256, 256), (192, 128)),
 }
-EXTREMES: tuple[Row[Any], ...] = (
+EXTREMES: tuple[Row, ...] = (
     {
         "variant": "causal",
         "dtypes": ("bfloat16", "bfloat16", "float32"),
@@ -66,29 +65,6 @@ LENGTHS = {
 }
 """Query and KV lengths; some requests have no key, no query, or more queries than keys."""
 
-KV_HEADS = 2
-
-
-def spec_of(row: Row[Any]) -> AttentionSpec:
-    """Return the spec of a row of the grid."""
-    return AttentionSpec(
-        num_qo_heads=KV_HEADS * row["group"],
-        num_kv_heads=KV_HEADS,
-        head_dim_qk=row["dims"][0],
-        head_dim_vo=row["dims"][1],
-        **dict(zip(("q_dtype", "kv_dtype", "o_dtype"), row["dtypes"], strict=False)),
-        kv_layout=row["layout"],
-        page_size=row["page_size"],
-    )
-
-
-def name_of(row: Row[Any]) -> str:
-    """Return the name of a row's test."""
-    kv = "ragged" if row["page_size"] is None else f"page{row['page_size']}"
-    dims = "x".join(map(str, dict.fromkeys(row["dims"])))
-    dtypes = "-".join(dict.fromkeys(row["dtypes"]))
-    return f"{row['variant']}-{dtypes}-{row['layout']}-{kv}-g{row['group']}-d{dims}"
-
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> None:
@@ -108,7 +84,7 @@ def test_the_grid_covers_all_pairs() -> None:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("row", GRID, ids=name_of)
-def test_numerics(row: Row[Any]) -> None:
+def test_numerics(row: Row) -> None:
     spec = spec_of(row)
     module = kernel(row["variant"], spec)
     for seed, (kind, (qo_lens, kv_lens)) in enumerate(LENGTHS.items()):
@@ -123,7 +99,7 @@ def test_numerics(row: Row[Any]) -> None:
     ("level", "newest", "row"),
     [("x86-64-v2", "sse4.2", EXTREMES[1]), ("x86-64-v3", "avx2", EXTREMES[0])],
 )
-def test_numerics_on_older_cpus(level: str, newest: str, row: Row[Any]) -> None:
+def test_numerics_on_older_cpus(level: str, newest: str, row: Row) -> None:
     if newest not in parse_target(None).features:
         pytest.skip(f"this CPU has no {newest}, which {level} needs")
     target = f"llvm -mcpu={level}"

@@ -140,6 +140,8 @@ def append_one(request: int, position: int, **changes: Any) -> torch.Tensor:
         (2, 0, {"kv_indices": [7, 2, 0, -1, 1, 4]}, r"kv_indices\[3\] is -1"),
         (3, 0, {"kv_indices": [7, 2, 0, 8, 1]}, r"kv_indptr gives request 3 the pages 5\.\.6"),
         (2, 0, {"kv_indptr": [0, 3, -1, 5, 6]}, r"kv_indptr gives request 2 the pages -1\.\.5"),
+        (2**31 - 1, 0, {}, r"batch_indices\[1\] is 2147483647; kv_indptr has 4 requests"),
+        (3, 2**31 - 1, {}, r"positions\[1\] is 2147483647, but request 3 has 1 pages"),
     ],
 )
 def test_nothing_is_written_where_an_entry_is_wrong(
@@ -165,11 +167,42 @@ def test_nothing_is_written_where_an_entry_is_wrong(
         ),
         ({"paged_kv_cache": torch.zeros(9, 3, 4, 3, 32)}, ShapeError, r"\[num_pages, 2, \.\.\.\]"),
         ({"paged_kv_cache": 3}, DTypeError, "a KV cache is a pair"),
+        (
+            {"paged_kv_cache": torch.zeros(9, 2, 0, HEADS, DIM_VO)},
+            ShapeError,
+            r"shape \(9, 0, 3, 32\): its pages hold no token",
+        ),
+        (
+            {"paged_kv_cache": (torch.zeros(9, 4, HEADS, 2 * DIM_VO)[..., ::2],) * 2},
+            ShapeError,
+            r"the cache of K has innermost stride 2",
+        ),
+        (
+            {"kv_indptr": INDPTR.to("meta")},
+            ShapeError,
+            "kv_indptr is on meta, the kernel runs on the CPU",
+        ),
+        (
+            {"append_value": torch.zeros(2, HEADS, DIM_VO, device="meta")},
+            ShapeError,
+            "append_value is on meta",
+        ),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         append_one(0, 1, **changes)
+
+
+def test_appending_nothing() -> None:
+    k, v = (empty_cache(torch.float32, "NHD", DIM_VO) for _ in range(2))
+    none = new_tokens(0, torch.float32, DIM_VO, 0)
+    append_paged_kv_cache(none, none, [], [], (k, v), INDICES, INDPTR, LAST_PAGE_LEN)
+    assert bool((k == 5).all())
+    no_heads = torch.zeros(1, 0, DIM_VO), torch.zeros(NUM_PAGES, 2, PAGE_SIZE, 0, DIM_VO)
+    append_paged_kv_cache(
+        no_heads[0], no_heads[0], [0], [0], no_heads[1], INDICES, INDPTR, LAST_PAGE_LEN
+    )
 
 
 def test_batch_indices_and_positions() -> None:
@@ -197,6 +230,11 @@ def test_batch_indices_and_positions_refuse() -> None:
         get_batch_indices_positions([0, 2], [3, 4], 2)
     with pytest.raises(ShapeError, match=r"positions has shape \(3,\), expected \(2\)"):
         get_batch_indices_positions([0, 2], [3], 2, positions=torch.empty(3, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"seq_lens is on meta"):
+        get_batch_indices_positions(INDPTR, torch.tensor(SEQ_LENS, device="meta"), 10)
+    with pytest.raises(ShapeError, match=r"positions is on meta"):
+        there = torch.empty(2, dtype=torch.int32, device="meta")
+        get_batch_indices_positions([0, 2], [3], 2, positions=there)
     with pytest.raises(DTypeError, match=r"batch_indices has dtype torch\.int64"):
         get_batch_indices_positions([0, 2], [3], 2, torch.empty(2, dtype=torch.int64))
 
@@ -206,3 +244,5 @@ def test_seq_lens() -> None:
     assert get_seq_lens(INDPTR.numpy(), LAST_PAGE_LEN.long(), PAGE_SIZE).dtype == torch.int32
     with pytest.raises(ShapeError, match="kv_last_page_len has 1 entries"):
         get_seq_lens(INDPTR, [1], PAGE_SIZE)
+    with pytest.raises(ShapeError, match="kv_last_page_len is on meta"):
+        get_seq_lens(INDPTR, LAST_PAGE_LEN.to("meta"), PAGE_SIZE)

@@ -6,22 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests import pairwise
 from tests.accuracy import State, assert_accurate, assert_states_accurate
-from tests.batches import Batch, random_batch
-from tests.cases import kernel
+from tests.batches import Batch
+from tests.machine import Machine
 from tvm_attn import reference
 from tvm_attn.bsr import BSR
 from tvm_attn.cascade import merge_state, merge_states
-from tvm_attn.spec import AttentionSpec
-
-TOKENS = AttentionSpec(8, 2, 64, q_dtype="float32", page_size=1)
-"""Pages of one token can be dealt to parts of a request in any way."""
 
 FEW = settings(max_examples=15)
 
@@ -46,6 +40,11 @@ def states(draw: Callable[..., float], count: int) -> tuple[torch.Tensor, torch.
     return v.masked_fill((s == -math.inf)[..., None], 0.0), s
 
 
+def on(machine: Machine, vs: State) -> State:
+    """Return states on the machine's device."""
+    return vs[0].to(machine.device), vs[1].to(machine.device)
+
+
 def merged(v: torch.Tensor, s: torch.Tensor, dtype: torch.dtype) -> State:
     """Merge states along axis 1 in torch."""
     s = s.to(dtype) * math.log(2)
@@ -64,7 +63,8 @@ def assert_same_bits(a: State, b: State) -> None:
 
 @FEW
 @given(states(2))
-def test_merging_two_states_in_any_order(vs: State) -> None:
+def test_merging_two_states_in_any_order(machine: Machine, vs: State) -> None:
+    vs = on(machine, vs)
     (v_a, s_a), (v_b, s_b) = ((vs[0][:, i], vs[1][:, i]) for i in range(2))
     assert_merged(merge_state(v_a, s_a, v_b, s_b), *vs)
     assert_merged(merge_state(v_b, s_b, v_a, s_a), *vs)
@@ -72,7 +72,8 @@ def test_merging_two_states_in_any_order(vs: State) -> None:
 
 @FEW
 @given(states(3))
-def test_merging_three_states_in_any_grouping(vs: State) -> None:
+def test_merging_three_states_in_any_grouping(machine: Machine, vs: State) -> None:
+    vs = on(machine, vs)
     parts = [(vs[0][:, i], vs[1][:, i]) for i in range(3)]
     assert_merged(merge_state(*merge_state(*parts[0], *parts[1]), *parts[2]), *vs)
     assert_merged(merge_state(*parts[0], *merge_state(*parts[1], *parts[2])), *vs)
@@ -81,8 +82,8 @@ def test_merging_three_states_in_any_grouping(vs: State) -> None:
 
 @FEW
 @given(states(1))
-def test_the_empty_state_is_the_identity(vs: State) -> None:
-    v, s = (x[:, 0] for x in vs)
+def test_the_empty_state_is_the_identity(machine: Machine, vs: State) -> None:
+    v, s = (x[:, 0] for x in on(machine, vs))
     empty = torch.zeros_like(v), torch.full_like(s, -math.inf)
     assert_same_bits(merge_state(v, s, *empty), (v, s))
     assert_same_bits(merge_state(*empty, v, s), (v, s))
@@ -92,8 +93,8 @@ def test_the_empty_state_is_the_identity(vs: State) -> None:
 # Attention over parts of the keys
 
 
-def attend(name: str, batch: Batch, **plan: object) -> State:
-    module = kernel(name, batch.spec)
+def attend(machine: Machine, name: str, batch: Batch, **plan: object) -> State:
+    module = machine.kernel(name, batch.spec)
     return module.run(module.plan(batch.fmt, **plan), batch.q, batch.kv, return_lse=True)
 
 
@@ -114,72 +115,47 @@ def part(batch: Batch, kept: torch.Tensor) -> Batch:
 @given(lengths, seeds, st.floats(0, 1))
 @example(([3, 2], [0, 40]), 0, 1.0)
 def test_attention_over_a_union_is_the_merge(
-    lens: tuple[list[int], list[int]], seed: int, share: float
+    machine: Machine, lens: tuple[list[int], list[int]], seed: int, share: float
 ) -> None:
-    batch = random_batch(TOKENS, *lens, seed=seed)
+    batch = machine.batch(machine.tokens, *lens, seed=seed)
     in_a = torch.rand(sum(lens[1]), generator=torch.Generator().manual_seed(seed)) < share
-    a, b = (attend("full", part(batch, kept)) for kept in (in_a, ~in_a))
+    a, b = (attend(machine, "full", part(batch, kept)) for kept in (in_a, ~in_a))
     assert_accurate(merge_state(*a, *b), batch)
 
 
 @FEW
 @given(lengths, seeds, st.floats(0, 1))
 def test_a_mask_and_its_complement_merge_to_the_whole(
-    lens: tuple[list[int], list[int]], seed: int, share: float
+    machine: Machine, lens: tuple[list[int], list[int]], seed: int, share: float
 ) -> None:
-    batch = random_batch(TOKENS, *lens, seed=seed)
+    batch = machine.batch(machine.tokens, *lens, seed=seed)
     pairs = int((batch.fmt.qo_len * batch.fmt.kv_len).sum())
     mask = torch.rand(pairs, generator=torch.Generator().manual_seed(seed)) < share
-    a, b = (attend("custom_mask", batch, custom_mask=bits) for bits in (mask, ~mask))
+    a, b = (attend(machine, "custom_mask", batch, custom_mask=bits) for bits in (mask, ~mask))
     assert_accurate(merge_state(*a, *b), batch)
 
 
 @FEW
 @given(lengths, seeds)
 def test_the_order_of_keys_without_positions_does_not_matter(
-    lens: tuple[list[int], list[int]], seed: int
+    machine: Machine, lens: tuple[list[int], list[int]], seed: int
 ) -> None:
-    batch = random_batch(TOKENS, *lens, seed=seed)
+    batch = machine.batch(machine.tokens, *lens, seed=seed)
     shuffled = [
         ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
         for ids in batch.fmt.kv_indices.split(lens[1])
     ]
     reordered = replace(batch.fmt, kv_indices=torch.cat(shuffled))
-    assert_accurate(attend("full", replace(batch, fmt=reordered)), batch)
+    assert_accurate(attend(machine, "full", replace(batch, fmt=reordered)), batch)
 
 
 @FEW
 @given(lengths, seeds, st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 12))
 def test_split_is_unsplit(
-    lens: tuple[list[int], list[int]], seed: int, split: int | None, num_ctas: int
+    machine: Machine, lens: tuple[list[int], list[int]], seed: int, split: int | None, num_ctas: int
 ) -> None:
-    batch = random_batch(TOKENS, *lens, seed=seed)
-    module = kernel("window", TOKENS).with_ctas(num_ctas)
+    batch = machine.batch(machine.tokens, *lens, seed=seed)
+    module = machine.kernel("window", machine.tokens).with_ctas(num_ctas)
     plan = module.plan(batch.fmt, fixed_split_size=split)
     got = module.run(plan, batch.q, batch.kv, return_lse=True)
     assert_accurate(got, batch, mask=reference.causal())
-
-
-# The generator of the numerics grid
-
-factor_sizes = st.lists(st.integers(1, 5), min_size=2, max_size=5)
-
-
-@FEW
-@given(factor_sizes, seeds)
-def test_pairwise_rows_cover_all_pairs(sizes: list[int], seed: int) -> None:
-    factors = {f"factor{i}": tuple(range(size)) for i, size in enumerate(sizes)}
-    rows = pairwise.pairwise_rows(factors, seed=seed)
-    assert not pairwise.uncovered_pairs(factors, rows)
-    assert rows == pairwise.pairwise_rows(factors, seed=seed)
-    least, second = sorted(sizes)[-2:]
-    assert least * second <= len(rows) <= math.prod(sizes)
-
-
-@pytest.mark.parametrize("row", [{"a": 1, "b": 1}, {"a": 2, "b": 9}])
-def test_rows_that_are_given_count(row: pairwise.Row[int]) -> None:
-    factors = {"a": (0, 1), "b": (0, 1)}
-    rows = pairwise.pairwise_rows(factors, given=[row])
-    assert rows[0] == row
-    assert len(rows) == (4 if row == {"a": 1, "b": 1} else 5)
-    assert len(pairwise.uncovered_pairs(factors, rows[:1])) == len(rows) - 1

@@ -57,6 +57,14 @@ def test_segments_may_be_part_of_the_array_or_none() -> None:
     assert (packed.tolist(), new_indptr.tolist()) == ([], [0])
 
 
+def test_of_bits_elsewhere_only_the_segments_are_looked_at() -> None:
+    packed, new_indptr = segment_packbits(torch.ones(9, device="meta"), torch.tensor([0, 3, 9]))
+    assert (packed.shape, new_indptr.shape) == ((2,), (3,))
+    assert packed.is_meta
+    assert new_indptr.is_meta
+    assert packbits(torch.ones(9, device="meta")).is_meta
+
+
 def test_bad_arguments() -> None:
     x = torch.ones(4)
     with pytest.raises(SpecError, match="bitorder='middle'"):
@@ -69,6 +77,8 @@ def test_bad_arguments() -> None:
         segment_packbits(x, torch.tensor([0.0, 4.0]))
     with pytest.raises(ShapeError, match="indptr is empty"):
         segment_packbits(x, torch.tensor([], dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"indptr is on meta, the kernel runs on the CPU"):
+        segment_packbits(x, torch.tensor([0, 4], device="meta"))
     for wrong in ([0, 3, 2], [-1, 4], [0, 5]):
         with pytest.raises(ShapeError, match=r"stay in 0\.\.4"):
             segment_packbits(x, torch.tensor(wrong))

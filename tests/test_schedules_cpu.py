@@ -25,6 +25,7 @@ from tvm_attn.errors import SpecError
 from tvm_attn.schedules.cpu import schedule
 from tvm_attn.schedules.lanes import _loops, _tree
 from tvm_attn.schedules.tiles import TileConfig, cpu_tiles
+from tvm_attn.shipped import rotary
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import parse_target
 from tvm_attn.tir.attention import PHASES, attention
@@ -139,14 +140,14 @@ def test_a_mapping_computes_what_is_defined(
 
 
 @pytest.mark.parametrize(
-    ("name", "index"), [("soft_cap", 1), ("sigmoid", 0), ("sigmoid", 1), ("rotated", 0)]
+    ("name", "index"), [("soft_cap", 1), ("sigmoid", 0), ("sigmoid", 1), ("rotary", 0)]
 )
 def test_a_variant_is_scheduled_as_it_is_defined(name: str, index: int) -> None:
     problem = spec()
     variant, params = {
         "soft_cap": (CAUSAL & variants.soft_cap(), (3.0,)),
         "sigmoid": (CAUSAL & variants.sigmoid(), (-1.0,)),
-        "rotated": (CAUSAL & rotated.variant(problem), tuple(rotated.tensors(problem).values())),
+        "rotary": (CAUSAL & rotary(problem), tuple(rotated.tensors(problem).values())),
     }[name]
     batch = random_batch(problem, *(DECODE, PREFILL)[index])
     assert_same_as_definition(cpu_tiles(problem, TARGET)[index], batch, variant, params)

@@ -121,3 +121,66 @@ def _llvm() -> Any:
     import tvm.target.codegen
 
     return tvm.target.codegen
+
+
+def lower_cuda(module: Any, target: Any, dialect: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Lower functions for a GPU: the first half of `tvm.compile`, which tells nothing of launches.
+
+    Parameters
+    ----------
+    module : tvm.IRModule
+        The functions.
+    target : tvm.target.Target
+        A ``cuda`` target with a host.
+    dialect : {"tirx", "s_tir"}
+        What the functions are written in.
+
+    Returns
+    -------
+    host, device : tvm.IRModule
+        Functions that launch kernels, and the kernels.
+    launches : dict
+        Launch parameters, such as ``threadIdx.x``, as expressions, by kernel.
+    """
+    import_tvm()
+    from tvm import tirx
+    from tvm.tirx.build import split_host_device_mods
+
+    pipeline, finalize_host, finalize_device = tirx.get_tir_pipeline(dialect)
+    with target:
+        host, devices = split_host_device_mods(pipeline(tirx.transform.BindTarget(target)(module)))
+        [device] = devices.values()
+        return finalize_host()(host), finalize_device()(device), _launches(host)
+
+
+def generate_code(module: Any, target: Any) -> Any:
+    """Return the `tvm.runtime.Module` with the code of lowered functions."""
+    import_tvm()
+    from tvm.tirx.build import codegen_build
+
+    with target:
+        return codegen_build(module, target)
+
+
+def packed_module(module: Any) -> bytes:
+    """Return a `tvm.runtime.Module` as TVM serialises it into libraries."""
+    import tvm_ffi
+
+    pack = tvm_ffi.get_global_func("runtime.ModulePackImportsToTensor")
+    return bytes(pack(module).numpy().tobytes())
+
+
+def _launches(host: Any) -> dict[str, Any]:
+    tvm = import_tvm()
+    import tvm_ffi
+
+    launches = {}
+
+    def visit(call: Any) -> None:
+        if getattr(call.op, "name", "") == "tirx.call_ffi_kernel":
+            names = [str(name) for name in call.attrs.launch_params]
+            values = list(call.args)[-len(names) :]
+            launches[str(call.args[0].value)] = dict(zip(names, values, strict=True))
+
+    tvm_ffi.structural_walk(host, (tvm.ir.Call, visit))
+    return launches

@@ -15,6 +15,7 @@ from tvm_attn._flashinfer.arguments import (
     implemented_except,
     index_array,
     last_page_len,
+    on_host,
     paged_cache,
 )
 from tvm_attn._flashinfer.options import Options
@@ -30,7 +31,7 @@ class BatchAttention(Wrapper):
     kv_layout : {"NHD", "HND"}
         Layout of the pages.
     device : str
-        Device of the tensors; ``"cpu"`` for a CPU.
+        Device of the tensors: the current GPU, one such as ``"cuda:1"``, or ``"cpu"``.
 
     Raises
     ------
@@ -70,7 +71,8 @@ class BatchAttention(Wrapper):
             int32 or int64 page table: ``[batch + 1]`` and ``[num_pages]``. A request may have more
             pages than its keys take; those are not read.
         kv_len_arr : array
-            int32 or int64 ``[batch]``, KV length of each request.
+            int32 or int64 ``[batch]``, KV length of each request. Of all arrays, what is on a GPU
+            is copied to the host, which waits for the GPU.
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size : int
             Shape of the problem.
         causal : bool
@@ -87,6 +89,9 @@ class BatchAttention(Wrapper):
         PlanError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = on_host(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        )
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         spec = self._spec(heads, (q_data_type, kv_data_type, None), page_size)
         self._plan_batch(

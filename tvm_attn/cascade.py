@@ -3,6 +3,9 @@
 Attention over two parts of the keys is the merge of the attention over each: a state is the pair of
 an output row and its log-sum-exp, base 2, and ``(0, -inf)`` is the identity, for two empty states
 too. Sums are in float32.
+
+All tensors are on one device. On a GPU a merge is one kernel on the current stream, and the host
+waits for nothing; the first one of a dtype and head dim builds it, or loads it from the cache.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from tvm_attn import pipeline
 from tvm_attn.errors import DTypeError, ShapeError
+from tvm_attn.runtime.device import access_unit
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import Q_DTYPES
@@ -42,7 +46,7 @@ def merge_state(
     Raises
     ------
     ShapeError, DTypeError
-        If the tensors do not belong together.
+        If the tensors do not belong together, or are not on one device.
 
     Examples
     --------
@@ -53,11 +57,11 @@ def merge_state(
     """
     _check_state("v_a", v_a, "s_a", s_a, 3)
     _check_other(v_a, "v_b", v_b, "s_b", s_b)
-    v = torch.empty(v_a.shape, dtype=v_a.dtype)
-    s = torch.empty(s_a.shape, dtype=torch.float32)
+    v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
+    s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
     if v.numel():
-        _library(v.dtype, v.shape[-1]).launch(
-            "merge_state", v_a, s_a.contiguous(), v_b, s_b.contiguous(), v, s
+        _library(v_a, v_b, v).launch(
+            "merge_state", v_a, s_a.reshape(-1), v_b, s_b.reshape(-1), v, s.view(-1)
         )
     return v, s
 
@@ -83,17 +87,23 @@ def merge_state_in_place(
     Raises
     ------
     ShapeError, DTypeError
-        If the tensors do not belong together. Nothing has changed then.
+        If the tensors do not belong together, or are not on one device. Nothing has changed then.
     """
     _check_state("v", v, "s", s, 3)
     _check_other(v, "v_other", v_other, "s_other", s_other)
-    check_tensor("s", s, tuple(s.shape), torch.float32, contiguous=True)
+    check_tensor("s", s, tuple(s.shape), torch.float32, v.device, contiguous=True)
     if mask is None:
-        mask = torch.ones(len(v), dtype=torch.bool)
-    check_tensor("mask", mask, (len(v),), torch.bool)
+        mask = torch.empty(0, dtype=torch.bool, device=v.device)
+    else:
+        check_tensor("mask", mask, (len(v),), torch.bool, v.device)
     if v.numel():
-        _library(v.dtype, v.shape[-1]).launch(
-            "merge_state_in_place", v, s, v_other, s_other.contiguous(), mask.contiguous()
+        _library(v, v_other).launch(
+            "merge_state_in_place",
+            v,
+            s.view(-1),
+            v_other,
+            s_other.reshape(-1),
+            mask.contiguous(),
         )
 
 
@@ -115,29 +125,35 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises
     ------
     ShapeError, DTypeError
-        If the tensors do not belong together.
+        If the tensors do not belong together, or are not on one device.
     """
     _check_state("v", v, "s", s, 4)
     n, _, num_heads, head_dim = v.shape
-    merged = torch.empty(n, num_heads, head_dim, dtype=v.dtype)
-    lse = torch.empty(n, num_heads, dtype=torch.float32)
+    merged = torch.empty(n, num_heads, head_dim, dtype=v.dtype, device=v.device)
+    lse = torch.empty(n, num_heads, dtype=torch.float32, device=v.device)
     if not v.numel():
         return merged.zero_(), lse.fill_(-torch.inf)
-    _library(v.dtype, head_dim).launch("merge_states", v, s.contiguous(), merged, lse)
+    _library(v, merged).launch("merge_states", v, s.contiguous(), merged, lse.view(-1))
     return merged, lse
 
 
+def _library(*values: torch.Tensor) -> Library:
+    """Return the kernels for values of this dtype, size, device and alignment."""
+    like = values[0]
+    return _build(like.dtype, like.shape[-1], like.device, access_unit(*values))
+
+
 @functools.cache
-def _library(dtype: torch.dtype, dim: int) -> Library:
+def _build(dtype: torch.dtype, dim: int, device: torch.device, unit: int) -> Library:
     name = str(dtype).removeprefix("torch.")
 
-    def define() -> Mapping[str, Any]:
+    def define(rows: int) -> Mapping[str, Any]:
         from tvm_attn.tir import states_merge
 
         functions = ("merge_state", "merge_state_in_place", "merge_states")
-        return {function: getattr(states_merge, function)(name, dim) for function in functions}
+        return {f: getattr(states_merge, f)(name, dim, rows) for f in functions}
 
-    return pipeline.build_functions("merge_states", {"dtype": name, "dim": dim}, define)
+    return pipeline.build_functions("merge_states", {"dtype": name}, define, device, dim, unit)
 
 
 def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, rank: int) -> None:
@@ -147,12 +163,12 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, ran
     if v.ndim != rank:
         axes = "seq_len, " + "num_states, " * (rank == 4) + "num_heads, head_dim"
         raise ShapeError(f"{v_name} has shape {tuple(v.shape)}, expected [{axes}]")
-    check_tensor(v_name, v, tuple(v.shape), v.dtype)
-    check_tensor(s_name, s, tuple(v.shape[:-1]), torch.float32)
+    check_tensor(v_name, v, tuple(v.shape), v.dtype, v.device)
+    check_tensor(s_name, s, tuple(v.shape[:-1]), torch.float32, v.device)
 
 
 def _check_other(
     like: torch.Tensor, v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor
 ) -> None:
-    check_tensor(v_name, v, tuple(like.shape), like.dtype)
-    check_tensor(s_name, s, tuple(like.shape[:-1]), torch.float32)
+    check_tensor(v_name, v, tuple(like.shape), like.dtype, like.device)
+    check_tensor(s_name, s, tuple(like.shape[:-1]), torch.float32, like.device)

@@ -13,7 +13,6 @@ import json
 import pkgutil
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -37,6 +36,7 @@ from tvm_attn import env, variants
 from tvm_attn.demo.console import run_demo
 from tvm_attn.demo.options import DemoOptions
 from tvm_attn.errors import PlanError, TvmAttnError, VariantError
+from tvm_attn.pipeline import tile_tables
 from tvm_attn.runtime.gantt import gantt_svg
 from tvm_attn.spec import AttentionSpec
 
@@ -63,13 +63,22 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[[str], Any] | None]] = {
 ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.tar(\.lock)?")
 """Names of the cache's own files."""
 
-PACKAGES = ("tvm-attn", "apache-tvm", "apache-tvm-ffi", "torch", "numpy")
+WIDTH = 1000
+"""Columns that a table may take: a terminal breaks long lines, nothing is cut for a pipe."""
+
+PACKAGES = (
+    *("tvm-attn", "apache-tvm", "apache-tvm-ffi", "torch", "numpy"),
+    *("cuda-bindings", "nvidia-cuda-nvrtc"),
+)
 
 VariantOption = Annotated[
     str, typer.Option("--variant", help=f"Comma-separated: {', '.join(VARIANTS)}; name=value.")
 ]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help='Such as "llvm -mcpu=native". [default: this CPU]')
+    str | None,
+    typer.Option(
+        "--target", help='Such as "cuda -arch=sm_90" or "llvm -mcpu=native". [default: this CPU]'
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -86,7 +95,14 @@ class Text(str, Enum):
     TILES = "tiles"
 
 
-LEXERS = {Text.TIR: "python", Text.SCHEDULED: "python", Text.SOURCE: "llvm"}
+LEXERS = {
+    "cpu": {Text.TIR: "python", Text.SCHEDULED: "python", Text.SOURCE: "llvm"},
+    "cuda": {
+        **{Text.TIR: "python", Text.SCHEDULED: "python"},
+        **{Text.SOURCE: "cuda", Text.PTX: "ptx"},
+    },
+}
+"""How to colour what ``show`` shows, by device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -189,16 +205,17 @@ def show(
     target: TargetOption = None,
 ) -> None:
     """Print what a kernel consists of, from its definition to its resources."""
-    kernel = _build(spec, variant, target)
     if what is Text.TILES:
-        columns = ("family", "query rows", "KV block", "overhead (blocks)")
-        rows = [(f.name, str(f.rows), str(f.block), str(f.overhead)) for f in kernel.families]
-        _print_table(columns, rows)
+        for table in tile_tables(spec, parse_variant(variant), target):
+            print(f"{table.title}:")
+            _print_table(table.columns, table.rows)
         return
+    kernel = _build(spec, variant, target)
     content = getattr(kernel, what.value)
     text = content if isinstance(content, str) else json.dumps(content, indent=2)
-    if sys.stdout.isatty() and what in LEXERS:
-        Console().print(Syntax(text, LEXERS[what], background_color="default"))
+    lexer = LEXERS[kernel.device].get(what)
+    if sys.stdout.isatty() and lexer:
+        Console().print(Syntax(text, lexer, background_color="default"))
     else:
         print(text)
 
@@ -278,7 +295,7 @@ def info(as_json: JsonOption = False) -> None:
         "target": str(ta.parse_target()),
         "threads": str(env.num_threads()),
         "cache": str(env.cache_dir()),
-        "nvcc": shutil.which("nvcc") or "not found",
+        "nvcc": str(env.cuda_program("nvcc") or "not found"),
         **{variable.name: variable.read() or "(unset)" for variable in env.VARIABLES},
     }
     if as_json:
@@ -315,13 +332,7 @@ def _parse_part(part: str) -> Any:
 
 
 def _build(spec: AttentionSpec, variant: str, target: str | None) -> ta.AttentionModule:
-    """Build a kernel; on a terminal, say which stage it is in."""
-    parsed = parse_variant(variant)
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return ta.build(spec, parsed, target)
-    with console.status("building") as status:
-        return ta.build(spec, parsed, target, progress=lambda stage: status.update(stage))
+    return ta.build(spec, parse_variant(variant), target)
 
 
 def _lengths(option: str, text: str) -> list[int]:
@@ -349,7 +360,8 @@ def _cached_files() -> list[Path]:
     directory = env.cache_dir()
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if ARTIFACT.fullmatch(path.name))
+    kernels = sorted(path for path in directory.iterdir() if ARTIFACT.fullmatch(path.name))
+    return [*kernels, *sorted((directory / env.FAILED).glob("*.cu"))]
 
 
 def _kernels(count: int) -> str:
@@ -367,4 +379,4 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*columns, box=None, show_header=any(columns), pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table, highlight=False, markup=False)
+    Console(width=WIDTH).print(table, highlight=False, markup=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,9 @@ NUM_THREADS = EnvVar(
 )
 VARIABLES = (CACHE_DIR, LOG, DUMP, NUM_THREADS)
 
+FAILED = "failed"
+"""Folder of sources that a compiler refused, below the directory of dumps, else of kernels."""
+
 _LOG_LEVELS = {"off": None, "info": logging.INFO, "debug": logging.DEBUG}
 _to_nowhere = logging.NullHandler()  # keeps `logging` from its handler of last resort
 _to_stderr = logging.StreamHandler()
@@ -105,6 +109,25 @@ def dump_dir() -> Path | None:
     """Return the directory that builds dump into, None when they do not (not created here)."""
     given = DUMP.read()
     return Path(given).expanduser() if given else None
+
+
+def cuda_program(name: str) -> Path | None:
+    """Return a program of the CUDA toolkit, None if it is not installed.
+
+    The toolkit that ``CUDA_HOME`` or ``CUDA_PATH`` names comes before ``PATH``.
+    """
+    homes = (os.environ.get(variable, "").strip() for variable in ("CUDA_HOME", "CUDA_PATH"))
+    folders = [str(Path(home, "bin")) for home in homes if home]
+    found = shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    return Path(found) if found else None
+
+
+def keep_cuda_source() -> None:
+    """Have TVM hand out the CUDA source that it generates, where there is a GPU too.
+
+    There it would compile the source itself. Only for a process of one's own.
+    """
+    os.environ["TVM_COMPILE_FORCE_FALLBACK"] = "1"
 
 
 def log_level() -> int | None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tvm_attn import pipeline
@@ -18,6 +19,7 @@ from tvm_attn._flashinfer.arguments import (
     split_cache,
 )
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
+from tvm_attn.runtime.device import CPU, access_unit, check_device
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import AttentionSpec
@@ -43,7 +45,7 @@ def get_seq_lens(
     Returns
     -------
     torch.Tensor
-        int32 ``[batch]``; 0 for a request without pages.
+        int32 ``[batch]``, on the device of the arrays; 0 for a request without pages.
 
     Raises
     ------
@@ -55,7 +57,9 @@ def get_seq_lens(
     >>> get_seq_lens([0, 1, 1, 4], [5, 9, 2], 16).tolist()
     [5, 0, 34]
     """
-    return kv_lengths(kv_indptr, kv_last_page_len, page_size)
+    arrays = {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
+    table = _on_device(_device_of(arrays), arrays)
+    return kv_lengths(table["kv_indptr"], table["kv_last_page_len"], page_size)
 
 
 def get_batch_indices_positions(
@@ -81,13 +85,14 @@ def get_batch_indices_positions(
     Returns
     -------
     batch_indices, positions : torch.Tensor
-        int32 ``[nnz]``. The tokens of a request are its last ones; entries past the last token are
-        -1 and 0, which `append_paged_kv_cache` skips.
+        int32 ``[nnz]``, on the device of the arrays. The tokens of a request are its last ones;
+        entries past the last token are -1 and 0, which `append_paged_kv_cache` skips.
 
     Raises
     ------
     ShapeError, DTypeError
-        If an array does not have the length or dtype it should.
+        If an array does not have the length, dtype or device it should, or `nnz` is too small. On a
+        GPU, where nobody waits for the values, tokens past `nnz` are left out instead.
 
     Examples
     --------
@@ -95,12 +100,13 @@ def get_batch_indices_positions(
     >>> indices.tolist(), positions.tolist()
     ([0, 1, 1, -1], [4, 7, 8, 0])
     """
-    indptr = index_array(append_indptr, "append_indptr")
-    lens = index_array(seq_lens, "seq_lens")
+    arrays = {"append_indptr": append_indptr, "seq_lens": seq_lens}
+    device = _device_of(arrays)
+    indptr, lens = _on_device(device, arrays).values()
     _check_length("append_indptr", indptr, len(lens) + 1)
-    if int(indptr[-1]) > nnz:
+    if device == CPU and int(indptr[-1]) > nnz:
         raise ShapeError(f"nnz={nnz} is too small; append_indptr[-1] is {int(indptr[-1])}")
-    entry = torch.arange(nnz, dtype=torch.int32, device=indptr.device)
+    entry = torch.arange(nnz, dtype=torch.int32, device=device)
     request = torch.searchsorted(indptr, entry, right=True, out_int32=True) - 1
     used = entry < indptr[-1]
     begin = lens - indptr[1:]
@@ -124,6 +130,8 @@ def append_paged_kv_cache(
 ) -> None:
     """Write the keys and values of new tokens into the pages of their requests.
 
+    On a GPU this is one kernel on the current stream, and the host waits for nothing.
+
     Parameters
     ----------
     append_key, append_value : torch.Tensor
@@ -143,56 +151,78 @@ def append_paged_kv_cache(
     Raises
     ------
     ShapeError, DTypeError
-        If a tensor does not fit the others.
+        If a tensor does not fit the others, or is on another device. Index arrays that are lists or
+        numpy arrays are copied to it, but not while a CUDA graph is captured.
     PlanError
-        If a token has no page in the table or the cache. Nothing is written then.
+        If a token has no page in the table or the cache. Nothing is written then. On a GPU, where
+        nobody waits for the values, such a token is skipped instead.
     """
     k, v = (
         x if check_layout(kv_layout) == "NHD" else x.transpose(1, 2)
         for x in split_cache(paged_kv_cache, kv_layout)
     )
-    table = {
-        "batch_indices": index_array(batch_indices, "batch_indices"),
-        "positions": index_array(positions, "positions"),
-        "kv_indices": index_array(kv_indices, "kv_indices"),
-        "kv_indptr": index_array(kv_indptr, "kv_indptr"),
-    }
+    table = _on_device(
+        k.device,
+        {
+            "batch_indices": batch_indices,
+            "positions": positions,
+            "kv_indices": kv_indices,
+            "kv_indptr": kv_indptr,
+        },
+    )
     last_page_len = index_array(kv_last_page_len, "kv_last_page_len")
-    _check_length("kv_last_page_len", last_page_len, len(table["kv_indptr"]) - 1)
-    nnz = len(table["batch_indices"])
+    _check_length("kv_last_page_len", last_page_len, table["kv_indptr"].shape[0] - 1)
+    nnz = table["batch_indices"].shape[0]
     _check_length("positions", table["positions"], nnz)
-    check_tensor("append_key", append_key, (nnz, *k.shape[2:]), k.dtype)
-    check_tensor("append_value", append_value, (nnz, *v.shape[2:]), v.dtype)
-    check_tensor("the cache of V", v, (*k.shape[:3], None), k.dtype)
+    check_tensor("the cache of K", k, tuple(k.shape), k.dtype, k.device)
+    check_tensor("append_key", append_key, (nnz, *k.shape[2:]), k.dtype, k.device)
+    check_tensor("append_value", append_value, (nnz, *v.shape[2:]), v.dtype, k.device)
+    check_tensor("the cache of V", v, (*k.shape[:3], None), k.dtype, k.device)
     if k.dtype.itemsize not in BITS:
         raise DTypeError(f"the cache has dtype {k.dtype}, whose elements are not 1, 2 or 4 bytes")
-    as_bits = BITS[k.dtype.itemsize]
-    wrong = torch.empty(1, dtype=torch.int32)
-    _library(k.shape[3], v.shape[3], as_bits).launch(
-        "append_paged_kv_cache",
-        append_key.view(as_bits),
-        append_value.view(as_bits),
-        *table.values(),
-        k.view(as_bits),
-        v.view(as_bits),
-        wrong,
-    )
-    if wrong[0] >= 0:
-        raise PlanError(_reason(int(wrong[0]), table, k.shape[0], k.shape[1]))
+    if k.shape[1] == 0:
+        raise ShapeError(f"the cache has shape {tuple(k.shape)}: its pages hold no token")
+    if append_key.numel():
+        as_bits = BITS[k.dtype.itemsize]
+        _append(table, *(x.view(as_bits) for x in (append_key, append_value, k, v)))
+
+
+def _append(
+    table: Mapping[str, torch.Tensor],
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """Look for entries that point outside, on a CPU, and append."""
+    unit = access_unit(k_new, v_new, k, v)
+    library = _library(k.shape[3], v.shape[3], k.dtype, k.device, unit)
+    if k.is_cpu:
+        num_pages, page_size, *_ = k.shape
+        outside = torch.empty(1, dtype=torch.int32)
+        library["find_outside"](*table.values(), num_pages, page_size, outside)
+        entry = int(outside.item())
+        if entry >= 0:
+            raise PlanError(_reason(entry, table, num_pages, page_size))
+    library.launch("append_paged_kv_cache", k_new, v_new, *table.values(), k, v)
 
 
 @functools.cache
-def _library(dim_qk: int, dim_vo: int, storage: torch.dtype) -> Library:
+def _library(
+    dim_qk: int, dim_vo: int, storage: torch.dtype, device: torch.device, unit: int
+) -> Library:
     name = str(storage).removeprefix("torch.")
     spec = AttentionSpec(1, 1, dim_qk, dim_vo)
 
-    def define() -> Mapping[str, Any]:
-        from tvm_attn.tir.append import append
+    def define(_: int) -> Mapping[str, Any]:
+        from tvm_attn.tir.append import append, find_outside
 
-        return {"append_paged_kv_cache": append(spec, name)}
+        functions = {"append_paged_kv_cache": append(spec, name)}
+        return {**functions, "find_outside": find_outside(spec)} if device == CPU else functions
 
     key = {"dim_qk": dim_qk, "dim_vo": dim_vo, "storage": name}
-    return pipeline.build_functions("append_paged_kv_cache", key, define)
+    dim = max(dim_qk, dim_vo)
+    return pipeline.build_functions("append_paged_kv_cache", key, define, device, dim, unit)
 
 
 def _reason(entry: int, table: Mapping[str, torch.Tensor], num_pages: int, page_size: int) -> str:
@@ -216,13 +246,30 @@ def _reason(entry: int, table: Mapping[str, torch.Tensor], num_pages: int, page_
     return f"kv_indices[{at}] is {indices[at]}; the cache has {num_pages} pages"
 
 
+def _device_of(arrays: Mapping[str, IndexArray]) -> torch.device:
+    """Return the device of the first tensor; what is no tensor may be copied to any."""
+    return next((x.device for x in arrays.values() if isinstance(x, torch.Tensor)), CPU)
+
+
+def _on_device(device: torch.device, arrays: Mapping[str, IndexArray]) -> dict[str, torch.Tensor]:
+    """Return index arrays on a device: lists and numpy arrays are copied, others must be there."""
+    found = {}
+    for name, array in arrays.items():
+        index = index_array(array, name)
+        if isinstance(array, list | tuple | np.ndarray) and device != CPU:
+            index = index.to(device, non_blocking=True)
+        check_device(name, index, device)
+        found[name] = index
+    return found
+
+
 def _check_length(name: str, array: torch.Tensor, length: int) -> None:
-    if len(array) != length:
+    if array.shape[0] != length:
         raise ShapeError(f"{name} has {len(array)} entries, expected {length}")
 
 
 def _result(name: str, out: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     if out is None:
         return values
-    check_tensor(name, out, tuple(values.shape), torch.int32)
+    check_tensor(name, out, tuple(values.shape), torch.int32, values.device)
     return out.copy_(values)

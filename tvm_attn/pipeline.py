@@ -5,22 +5,36 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tvm_attn import _compat, env
-from tvm_attn._host import CPUINFO_FLAGS
-from tvm_attn.codegen.cache import cache_key, cached, is_cached
+from tvm_attn import _compat, _progress, env
+from tvm_attn._generation import (
+    compile_functions,
+    explain_tiles,
+    generate_kernel,
+    generate_planner,
+    query_tiles,
+)
+from tvm_attn._progress import Progress
+from tvm_attn.codegen.cache import cache_key, cached, is_cached, name_with_compiler
+from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.phases import Phases, dump
-from tvm_attn.errors import DTypeError, TargetError
+from tvm_attn.errors import CompileError, DTypeError, TargetError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
+from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, parse_target, portable_host
 from tvm_attn.variant import AttentionVariant
+
+TENSOR_CORE_DTYPES = ("float16", "bfloat16")
+"""Of queries; K and V are widened to them."""
+BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80",)}
+"""Schedules by kind of target; the first is the library's choice."""
 
 _loaded: dict[str, tuple[Artifact, Library]] = {}
 """Artifacts this process has loaded, by cache key."""
@@ -38,7 +52,7 @@ def build(
     target: object = None,
     *,
     schedule: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> AttentionModule:
     """Build an attention kernel, or take it from the cache.
 
@@ -51,9 +65,9 @@ def build(
     target : object, optional
         What to generate code for, in any form `parse_target` takes; this CPU by default.
     schedule : str, optional
-        Forces a backend; by default the library chooses (on a CPU there is one: ``"cpu"``).
+        Forces a backend: ``"sm80"`` on a GPU, ``"cpu"`` on a CPU; by default the library chooses.
     progress : callable, optional
-        Called with the name of each stage.
+        Called with the name of each stage. Without it, a terminal shows them while they last.
 
     Returns
     -------
@@ -63,13 +77,14 @@ def build(
     Raises
     ------
     TargetError
-        If the target or the schedule is unknown, or there is no backend for it yet.
+        If the target or the schedule is unknown.
     CompileError
-        If a hook cannot be traced, or a compiler refuses.
+        If a hook cannot be traced, or a compiler is missing or refuses.
     """
     _check_types(spec, variant)
     built_for = parse_target(target)
-    _check_backend(built_for, schedule)
+    backend = _backend(built_for, schedule)
+    _check_dtypes(spec, built_for)
     from tvm_attn.tir.fingerprint import fingerprint, range_fingerprint
     from tvm_attn.tir.hooks import Hooks
 
@@ -78,36 +93,71 @@ def build(
         "spec": spec.compiled(),
         "variant": fingerprint(hooks, spec),
         "target": built_for.key(),
+        "backend": backend,
+        "tiles": [
+            asdict(tile)
+            for ranked in query_tiles(spec, hooks.variant, built_for).values()
+            for tile in ranked
+        ],
     }
-    kernel_part = _Part(
-        "attention",
-        content,
-        lambda key: _generate_kernel(spec, hooks, built_for, Phases(key, progress or _silent)),
-    )
-    planner_part = _Part(
-        "planner",
-        {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)},
-        lambda key: _generate_planner(spec, hooks),
-    )
-    with _built_meanwhile(planner_part, unless=kernel_part.is_there()):
-        kernel, attention = kernel_part.obtain()
-    host, planner = planner_part.obtain()
-    dump(cache_key(content), kernel.texts)
+    with _progress.stages(progress) as report:
+        kernel_part = _Part(
+            "attention",
+            content,
+            built_for,
+            lambda key: generate_kernel(spec, hooks, built_for, Phases(key, report)),
+        )
+        planner_part = _Part(
+            "planner",
+            {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)},
+            portable_host(),
+            lambda _: generate_planner(spec, hooks),
+        )
+        with _built_meanwhile(planner_part, unless=kernel_part.is_there()):
+            try:
+                kernel, attention = kernel_part.obtain()
+            except CompileError as error:
+                raise CompileError(f"variant {str(hooks.variant)!r}: {error}") from error
+        host, planner = planner_part.obtain()
+    _dump(kernel_part.key, kernel)
     artifact = Artifact(
         {
             **kernel.meta,
+            "backend": backend,
             "spec": asdict(spec),
             "variant": str(hooks.variant),
             "params": [asdict(param) for param in hooks.variant.params],
         },
         {**kernel.libraries, **host.libraries},
         kernel.texts,
+        kernel.devices,
     )
     return AttentionModule(artifact, {"attention": attention, "planner": planner})
 
 
+def tile_tables(
+    spec: AttentionSpec, variant: AttentionVariant | None = None, target: object = None
+) -> list[Any]:
+    """Return tables that say which query tiles `build` chooses, and why: nothing is compiled.
+
+    Parameters
+    ----------
+    spec, variant, target
+        As in `build`.
+
+    Returns
+    -------
+    list of tvm_attn.schedules.tile_tables.TileTable
+        Each with a title, columns and rows of text.
+    """
+    _check_types(spec, variant)
+    built_for = parse_target(target)
+    _check_dtypes(spec, built_for)
+    return explain_tiles(spec, variant or AttentionVariant(), built_for)
+
+
 def build_many(
-    requests: Iterable[tuple[Any, ...]], *, progress: Callable[[str], None] | None = None
+    requests: Iterable[tuple[Any, ...]], *, progress: Progress | None = None
 ) -> list[AttentionModule]:
     """Build several kernels in parallel.
 
@@ -120,7 +170,7 @@ def build_many(
         Positional arguments of `build`: ``(spec,)``, ``(spec, variant)`` or ``(spec, variant,
         target)``.
     progress : callable, optional
-        Called with a line for each kernel that is ready.
+        Called with a line for each kernel that is ready. Without it, a terminal shows a bar.
 
     Returns
     -------
@@ -131,12 +181,15 @@ def build_many(
     _compat.import_tvm()
     _jobs[:] = jobs
     try:
-        with ProcessPoolExecutor(
-            max_workers=min(env.num_threads(), len(jobs) or 1),
-            mp_context=multiprocessing.get_context("fork"),
-        ) as pool:
+        with (
+            _progress.bar(progress, len(jobs)) as report,
+            ProcessPoolExecutor(
+                max_workers=min(env.num_threads(), len(jobs) or 1),
+                mp_context=multiprocessing.get_context("fork"),
+            ) as pool,
+        ):
             for done, index in enumerate(pool.map(_build_job, range(len(jobs))), start=1):
-                (progress or _silent)(f"{done}/{len(jobs)} {jobs[index][0]}")
+                report(f"{done}/{len(jobs)} {jobs[index][0]}")
     finally:
         _jobs.clear()
     return [build(*job) for job in jobs]
@@ -145,10 +198,12 @@ def build_many(
 def build_functions(
     name: str,
     key: Mapping[str, Any],
-    define: Callable[[], Mapping[str, Any]],
-    target: object = None,
+    define: Callable[[int], Mapping[str, Any]],
+    target: object,
+    dim: int,
+    unit: int,
 ) -> Library:
-    """Compile stand-alone TIR functions for a CPU, or take them from the cache.
+    """Compile stand-alone functions over rows, or take them from the cache.
 
     Parameters
     ----------
@@ -157,18 +212,23 @@ def build_functions(
     key : mapping
         What `define` depends on, as JSON-able values.
     define : callable
-        Returns the functions by symbol; called only when they are not cached.
-    target : object, optional
+        Returns the functions by symbol, for tiles of so many rows; called only when they are not
+        cached.
+    target : object
         As in `build`.
+    dim, unit : int
+        Elements of the longest row; elements of a row whose address allows one access.
     """
     built_for = parse_target(target)
-    _check_backend(built_for, None)
+    rows = {"dim": dim, "unit": unit}
+    content = {**key, **rows, "functions": name, "target": built_for.key()}
 
     def generate(_: str) -> Artifact:
-        return _compile(name, define(), built_for)
+        from tvm_attn.schedules.rows import map_rows
 
-    content = {**key, "functions": name, "target": built_for.key()}
-    return _Part(name, content, generate).obtain()[1]
+        return compile_functions(name, map_rows(define, dim, unit, built_for), built_for)
+
+    return _Part(name, content, built_for, generate).obtain()[1]
 
 
 def forget_loaded() -> None:
@@ -186,23 +246,39 @@ def _check_types(spec: object, variant: object) -> None:
         )
 
 
-def _check_backend(target: BuildTarget, schedule: str | None) -> None:
-    if target.kind != "llvm":
-        raise TargetError(f"there is no backend for {target} yet; build for a CPU: target='llvm'")
-    if schedule not in (None, "cpu"):
-        raise TargetError(f"schedule={schedule!r} is not a backend for {target}; use 'cpu' or None")
+def _check_dtypes(spec: AttentionSpec, target: BuildTarget) -> None:
+    if target.arch and spec.q_dtype not in TENSOR_CORE_DTYPES:
+        raise TargetError(
+            f"q_dtype={spec.q_dtype} cannot be built for {target}, whose tensor cores take "
+            f"{' or '.join(TENSOR_CORE_DTYPES)}"
+        )
+
+
+def _backend(target: BuildTarget, schedule: str | None) -> str:
+    allowed = BACKENDS[target.kind]
+    if schedule not in (None, *allowed):
+        names = " or ".join(map(repr, allowed))
+        raise TargetError(f"schedule={schedule!r} is no backend for {target}; use {names}, or None")
+    return schedule or allowed[0]
 
 
 def _build_job(index: int) -> int:
-    build(*_jobs[index])
+    build(*_jobs[index], progress=_progress.unheard)
     return index
 
 
 class _Part:
-    """A part of a kernel that is cached by itself: what it is made from, and how."""
+    """A part of a kernel that is cached by itself: what it is made from, for what, and how."""
 
-    def __init__(self, name: str, content: Mapping[str, Any], generate: Callable[[str], Artifact]):
-        self.name, self.key, self._generate = name, cache_key(content), generate
+    def __init__(
+        self,
+        name: str,
+        content: Mapping[str, Any],
+        target: BuildTarget,
+        generate: Callable[[str], Artifact],
+    ):
+        self.key, self._generate = cache_key(content), generate
+        self.name = name_with_compiler(name, self.key) if target.arch else name
 
     def is_there(self) -> bool:
         """Whether nothing has to be compiled."""
@@ -228,78 +304,26 @@ def _built_meanwhile(part: _Part, *, unless: bool) -> Iterator[None]:
         yield
         return
     _compat.import_tvm()
-    process = multiprocessing.get_context("fork").Process(target=part.obtain, daemon=True)
-    process.start()
-    try:
+    with Child(part.name, lambda _: bool(part.obtain())) as child:
         yield
-    finally:
-        process.join(timeout=PATIENCE)
-        process.kill()
+        with suppress(Exception):
+            child.result(patience=PATIENCE)
 
 
 def _read(path: Path) -> tuple[Artifact, Library]:
     artifact = read_artifact(path)
-    [library] = artifact.libraries.values()
-    return artifact, Library(library)
+    [(name, content)] = artifact.libraries.items()
+    return artifact, Library(content, list(artifact.devices.get(name, {}).values()))
 
 
-def _compile(name: str, functions: Mapping[str, Any], target: BuildTarget) -> Artifact:
-    from tvm_attn.codegen.host import compile_host
-
-    code = compile_host(functions, target)
-    return Artifact({"name": name}, {name: code.library}, {"source.ll": code.source})
-
-
-def _generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
-    """Compile the planner, for hosts unknown."""
-    from tvm_attn.tir.planner import batch_planner, work_planner
-
-    functions = {
-        "plan_batch": batch_planner(spec.is_paged),
-        "plan_work": work_planner(hooks.key_positions, hooks.parameters(at="plan")),
-    }
-    return _compile("planner", functions, portable_host())
-
-
-def _generate_kernel(
-    spec: AttentionSpec, hooks: Any, target: BuildTarget, phases: Phases
-) -> Artifact:
-    """Definition -> schedule -> code, for every query tile."""
-    from tvm_attn.schedules.cpu import schedule
-    from tvm_attn.schedules.tiles import cpu_tiles
-    from tvm_attn.tir.attention import attention
-
-    tiles = {f"attention_{tile.family}": tile for tile in cpu_tiles(spec, target)}
-    defined = phases.record(
-        "tir",
-        {
-            name: attention(spec, hooks, rows=tile.rows, block=tile.block, name=name)
-            for name, tile in tiles.items()
-        },
-    )
-    scheduled = phases.record(
-        "scheduled",
-        {name: _function(schedule(defined[name], tile).mod) for name, tile in tiles.items()},
-    )
-    code = _compile("attention", scheduled, target)
-    phases.note("source.ll", code.texts["source.ll"])
-    meta = {
-        "use_softmax": hooks.variant.use_softmax,
-        "families": [
-            {"name": t.family, "rows": t.rows, "block": t.block, "overhead": t.overhead}
-            for t in tiles.values()
-        ],
-        "target": target.key(),
-        "cpu_flags": sorted(CPUINFO_FLAGS[f] for f in target.features if f in CPUINFO_FLAGS),
-    }
-    return Artifact(meta, code.libraries, phases.texts)
-
-
-def _function(module: Any) -> Any:
-    """Return the one function of a module."""
-    [function] = module.functions.values()
-    return function
-
-
-def _silent(stage: str) -> None:
-    """Report nothing."""
+def _dump(folder: str, artifact: Artifact) -> None:
+    """Dump what an artifact consists of, also if it was built before, where the user wants that."""
+    if env.dump_dir() is None:
+        return
+    dump(folder, artifact.texts)
+    for modules in artifact.devices.values():
+        for name, device in modules.items():
+            try:
+                dump(f"{folder}/{name}", {"kernel.sass": disassemble(cubin_of(device))})
+            except CompileError as error:
+                env.logger("codegen").info("%s", error)

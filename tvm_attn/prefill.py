@@ -84,7 +84,7 @@ def single_prefill_with_kv_cache(
     logits_soft_cap : float, optional
         Bound of the logits; None and 0 are none.
     backend : str
-        One of FlashInfer's; has no effect.
+        One of FlashInfer's: ``"fa2"`` is the schedule ``"sm80"`` on a GPU, others have no effect.
     return_lse : bool
         Return ``(out, lse)``.
     k_scale, v_scale : float or torch.Tensor, optional
@@ -113,6 +113,7 @@ def single_prefill_with_kv_cache(
         kv_layout,
         options,
         o_dtype,
+        backend,
         return_lse=return_lse,
         k_scale=k_scale,
         v_scale=v_scale,

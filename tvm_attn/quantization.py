@@ -1,4 +1,7 @@
-"""Bits packed into bytes, under FlashInfer's names. For masks give ``bitorder="little"``."""
+"""Bits packed into bytes, under FlashInfer's names. For masks give ``bitorder="little"``.
+
+Results are on the device of the bits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
+from tvm_attn.runtime.device import check_device
 
 Array = torch.Tensor | npt.NDArray[np.generic]
 
@@ -53,7 +57,9 @@ def segment_packbits(
     x : torch.Tensor
         ``[indptr[-1]]``, as for `packbits`.
     indptr : torch.Tensor
-        int32 or int64 ``[batch + 1]``; segment ``b`` is ``x[indptr[b]:indptr[b + 1]]``.
+        int32 or int64 ``[batch + 1]``; segment ``b`` is ``x[indptr[b]:indptr[b + 1]]``. The host
+        has to know the size of the result: it waits for an `indptr` on a GPU, and not for one that
+        is on the host, where it may be for an `x` on a GPU too.
     bitorder : {"big", "little"}
         As for `packbits`.
 
@@ -67,7 +73,7 @@ def segment_packbits(
     Raises
     ------
     ShapeError
-        If an array is not 1-D, or `indptr` decreases or does not stay inside `x`.
+        If an array is not 1-D, or `indptr` decreases, leaves `x` or is on another GPU.
     DTypeError
         If `indptr` is neither int32 nor int64.
     SpecError
@@ -80,13 +86,24 @@ def segment_packbits(
     ([240, 224, 240], [0, 1, 2, 3])
     """
     bits = _vector(x, "x").to(torch.bool)
-    begins = _checked_indptr(indptr, len(bits)).to(bits.device)
+    begins = _indptr(indptr, bits)
     lengths = begins.diff()
     new_indptr = torch.nn.functional.pad(torch.cumsum((lengths + 7) // 8, 0), (1, 0))
-    shift = torch.repeat_interleave(8 * new_indptr[:-1] - begins[:-1], lengths)
-    segments = torch.arange(int(begins[0]), int(begins[-1]), device=bits.device)
-    aligned = bits.new_zeros(8 * int(new_indptr[-1]))
-    aligned[segments + shift] = bits[segments]
+    facts = torch.stack([(lengths < 0).any(), begins[0], begins[-1], new_indptr[-1]])
+    decreases, first, last, num_bytes = facts.tolist()  # the one point where the host may wait
+    if decreases or first < 0 or last > len(bits):
+        raise ShapeError(
+            f"indptr must not decrease and stay in 0..{len(bits)} (len(x)), got {indptr}"
+        )
+    begins, lengths, new_indptr = (
+        array.to(bits.device, non_blocking=True) for array in (begins, lengths, new_indptr)
+    )
+    shift = torch.repeat_interleave(
+        8 * new_indptr[:-1] - begins[:-1], lengths, output_size=last - first
+    )
+    segments = torch.arange(first, last, device=bits.device)
+    aligned = bits.new_zeros(8 * num_bytes)
+    aligned[segments + shift] = bits[first:last]
     return _pack(aligned, bitorder), new_indptr.to(torch.int32)
 
 
@@ -112,13 +129,13 @@ def _vector(x: Array, name: str) -> torch.Tensor:
     return tensor
 
 
-def _checked_indptr(indptr: Array, size: int) -> torch.Tensor:
+def _indptr(indptr: Array, bits: torch.Tensor) -> torch.Tensor:
+    """Return `indptr` as int64, on the host or where the bits are."""
     begins = _vector(indptr, "indptr")
     if begins.dtype not in (torch.int32, torch.int64):
         raise DTypeError(f"indptr has dtype {begins.dtype}; index arrays are int32 or int64")
-    begins = begins.to(torch.int64)
     if len(begins) == 0:
         raise ShapeError("indptr is empty; without segments it is [0]")
-    if (begins.diff() < 0).any() or begins[0] < 0 or begins[-1] > size:
-        raise ShapeError(f"indptr must not decrease and stay in 0..{size} (len(x)), got {indptr}")
-    return begins
+    if not begins.is_cpu:
+        check_device("indptr", begins, bits.device)
+    return begins.to(torch.int64)

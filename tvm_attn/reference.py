@@ -1,7 +1,7 @@
 """What attention should give: a float64 oracle, torch eager, and the promise that ties us to them.
 
-For tests, notebooks and the demo; torch only. `attention` computes one request, `batch_attention` a
-batch in any BSR format, in one of two ways:
+For tests, notebooks, benchmarks and the demo; torch only. `attention` computes one request,
+`batch_attention` a batch in any BSR format, in one of two ways:
 
 - ``compute="float64"``: everything in float64, exact for our purposes.
 - ``compute="eager"``: as torch eager does it. Matmuls of operands in the dtype of q accumulate in

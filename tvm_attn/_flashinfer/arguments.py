@@ -32,7 +32,9 @@ __all__ = [
     "index_array",
     "kv_lengths",
     "last_page_len",
+    "on_host",
     "paged_cache",
+    "schedule_of",
     "split_cache",
 ]
 
@@ -45,7 +47,10 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """out, or (out, lse) with ``return_lse=True``."""
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-prims")
-"""FlashInfer's backends. There is one here, and the name asked for changes nothing."""
+"""FlashInfer's backends. Those that are not in `SCHEDULES` change nothing here."""
+
+SCHEDULES = {"fa2": "sm80"}
+"""The schedules of backends, on a GPU."""
 
 
 def implemented_except(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -99,6 +104,11 @@ def check_backend(backend: str) -> str:
     return backend
 
 
+def schedule_of(backend: str, device: torch.device) -> str | None:
+    """Return the schedule that a backend asks for on a device, None where it asks for none."""
+    return SCHEDULES.get(backend) if device.type == "cuda" else None
+
+
 def check_stride_variant(variant: str) -> None:
     """Raise `SpecError` unless `variant` is the one that FlashInfer has."""
     if variant != "independent":
@@ -112,9 +122,15 @@ def check_buffer(buffer: Any, name: str) -> torch.Tensor:
     return buffer
 
 
+def on_host(*arrays: Any) -> tuple[Any, ...]:
+    """Return arrays on the host: what is on a GPU is copied, which waits for the GPU."""
+    return tuple(a.cpu() if isinstance(a, torch.Tensor) and a.is_cuda else a for a in arrays)
+
+
 def check_lengths(name: str, given: IndexArray, lengths: torch.Tensor) -> None:
     """Raise `PlanError` unless lengths are those that the index arrays give."""
-    array = index_array(given, name)
+    [array] = on_host(given)
+    array = index_array(array, name)
     if not torch.equal(array, lengths.to(torch.int32)):
         raise PlanError(
             f"{name} is {array.tolist()}, but the index arrays give {lengths.tolist()}; "

@@ -16,6 +16,7 @@ from tvm_attn._flashinfer.arguments import (
     check_lengths,
     implemented_except,
     kv_lengths,
+    on_host,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, split_tokens
@@ -59,7 +60,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
         int32 ``[max_batch + 1]``, ``[max_pages]`` and ``[max_batch]``, with `use_cuda_graph`.
     backend : str
-        One of FlashInfer's; has no effect.
+        One of FlashInfer's: ``"fa2"`` is the schedule ``"sm80"`` on a GPU, others have no effect.
 
     Raises
     ------
@@ -85,10 +86,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._use_tensor_cores = use_tensor_cores
         self._q_len_per_req = 1
         if use_cuda_graph:
-            self._graph = GraphBuffers.of(
-                kv_indptr=("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
-                kv_indices=("paged_kv_indices_buffer", paged_kv_indices_buffer),
-                last_page_len=("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+            self._use_graph(
+                GraphBuffers.of(
+                    kv_indptr=("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+                    kv_indices=("paged_kv_indices_buffer", paged_kv_indices_buffer),
+                    last_page_len=("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+                )
             )
 
     @property
@@ -160,7 +163,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Parameters
         ----------
         indptr, indices, last_page_len : array
-            int32 or int64 page table: ``[batch + 1]``, ``[num_pages]`` and ``[batch]``.
+            int32 or int64 page table: ``[batch + 1]``, ``[num_pages]`` and ``[batch]``. What is on
+            a GPU is copied to the host, which waits for the GPU.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
             Shape of the problem.
         **kwargs
@@ -226,6 +230,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         if q_len_per_req < 1:
             raise PlanError(f"q_len_per_req={q_len_per_req} must be at least 1")
+        indptr, indices, last_page_len = on_host(indptr, indices, last_page_len)
         if seq_lens is not None:
             check_lengths("seq_lens", seq_lens, kv_lengths(indptr, last_page_len, page_size))
         dtypes = _dtypes(q_data_type, kv_data_type, o_data_type, data_type)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tvm_attn import pipeline, variants
-from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout
+from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout, schedule_of
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
+from tvm_attn.runtime.device import CPU, on_device
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import AttentionVariant
@@ -44,9 +45,11 @@ class Features(NamedTuple):
 
 
 @functools.cache
-def kernel_for(spec: AttentionSpec, features: Features, device: torch.device) -> AttentionModule:
-    """Return the kernel of a wrapper's plan, built once in a process."""
-    return pipeline.build(spec, features.variant(), device)
+def kernel_for(
+    spec: AttentionSpec, features: Features, device: torch.device, schedule: str | None = None
+) -> AttentionModule:
+    """Return the kernel of a wrapper's plan, built once in a process for each of its devices."""
+    return pipeline.build(spec, features.variant(), device, schedule=schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +98,13 @@ class Options:
             given["custom_mask"] = self.custom_mask
         return given
 
-    def run_params(self, num_qo_heads: int) -> dict[str, Any]:
-        """Return sm_scale and the variant's arguments of `AttentionModule.run`."""
+    def run_params(self, num_qo_heads: int, device: torch.device) -> dict[str, Any]:
+        """Return sm_scale and the variant's arguments of `AttentionModule.run` on a device."""
         given: dict[str, Any] = {"sm_scale": self.sm_scale}
         if self.features.soft_cap:
             given["logits_soft_cap"] = self.logits_soft_cap
         if self.features.alibi:
-            given["alibi_slopes"] = alibi_slopes(num_qo_heads)
+            given["alibi_slopes"] = alibi_slopes(num_qo_heads, device)
         return given
 
 
@@ -112,6 +115,7 @@ def attend_once(
     kv_layout: str,
     options: Options,
     o_dtype: torch.dtype | None = None,
+    backend: str = "auto",
     **given: Any,
 ) -> Result:
     """Plan and run one request; `given` are arguments of `AttentionModule.run`.
@@ -133,14 +137,16 @@ def attend_once(
         kv_layout=kv_layout,
         page_size=None,
     )
-    kernel = kernel_for(spec, options.features, q.device)
+    kernel = kernel_for(spec, options.features, q.device, schedule_of(backend, q.device))
     indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (len(q), k.shape[token_axis]))
-    plan = kernel.plan(*indptrs, **options.plan_params())
-    return kernel.run(plan, q, (k, v), **options.run_params(spec.num_qo_heads), **given)
+    with on_device(q.device):
+        plan = kernel.plan(*indptrs, **options.plan_params())
+    params = options.run_params(spec.num_qo_heads, q.device)
+    return kernel.run(plan, q, (k, v), **params, **given)
 
 
 @functools.cache
-def alibi_slopes(num_heads: int) -> torch.Tensor:
+def alibi_slopes(num_heads: int, device: torch.device = CPU) -> torch.Tensor:
     """Return FlashInfer's slopes, float32 ``[num_heads]`` (arXiv 2108.12409, section 3).
 
     Those of the largest power of two of heads come first, then every other one of twice as many.
@@ -148,7 +154,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     power = 2 ** math.floor(math.log2(num_heads))
     first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
-    return torch.tensor([*first, *rest], dtype=torch.float32)
+    return torch.tensor([*first, *rest], dtype=torch.float32, device=device)
 
 
 def mask_of(custom_mask: Any, packed_custom_mask: Any) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from tvm_attn._flashinfer.arguments import (
     implemented_except,
     index_array,
     kv_lengths,
+    on_host,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, mask_of, split_tokens
@@ -52,7 +53,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     custom_mask_buf, mask_indptr_buf : torch.Tensor, optional
         uint8 bits of the custom masks and where each request's begin, with `use_cuda_graph`.
     backend : str
-        One of FlashInfer's; has no effect.
+        One of FlashInfer's: ``"fa2"`` is the schedule ``"sm80"`` on a GPU, others have no effect.
     max_total_num_rows : int, optional
         Most query tokens of a batch, with `use_cuda_graph`; by default those of the first plan.
 
@@ -85,13 +86,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             raise SpecError("max_total_num_rows bounds graph mode; give use_cuda_graph=True too")
         self._max_qo_tokens = max_total_num_rows
         if use_cuda_graph:
-            self._graph = GraphBuffers.of(
-                custom_mask_buf,
-                mask_indptr_buf,
-                qo_indptr=("qo_indptr_buf", qo_indptr_buf),
-                kv_indptr=("paged_kv_indptr_buf", paged_kv_indptr_buf),
-                kv_indices=("paged_kv_indices_buf", paged_kv_indices_buf),
-                last_page_len=("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+            self._use_graph(
+                GraphBuffers.of(
+                    custom_mask_buf,
+                    mask_indptr_buf,
+                    qo_indptr=("qo_indptr_buf", qo_indptr_buf),
+                    kv_indptr=("paged_kv_indptr_buf", paged_kv_indptr_buf),
+                    kv_indices=("paged_kv_indices_buf", paged_kv_indices_buf),
+                    last_page_len=("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+                )
             )
 
     @implemented_except(*NOT_PLANNED)
@@ -191,7 +194,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         qo_indptr : array
             int32 or int64 ``[batch + 1]``, first query token of each request, and their number.
         paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : array
-            int32 or int64 page table: ``[batch + 1]``, ``[num_pages]`` and ``[batch]``.
+            int32 or int64 page table: ``[batch + 1]``, ``[num_pages]`` and ``[batch]``. Of all
+            arrays, what is on a GPU is copied to the host, which waits for the GPU.
         num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo : int
             Shape of the problem; `head_dim_vo` is `head_dim_qk` by default.
         custom_mask, packed_custom_mask : torch.Tensor, optional
@@ -218,6 +222,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         PlanError, LimitError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len = on_host(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        )
         if seq_lens_q is not None:
             check_lengths("seq_lens_q", seq_lens_q, index_array(qo_indptr, "qo_indptr").diff())
         if seq_lens is not None:

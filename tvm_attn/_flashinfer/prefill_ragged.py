@@ -15,6 +15,7 @@ from tvm_attn._flashinfer.arguments import (
     check_lengths,
     implemented_except,
     index_array,
+    on_host,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, mask_of, split_tokens
@@ -37,7 +38,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(WorkspaceWrapper):
     custom_mask_buf, mask_indptr_buf : torch.Tensor, optional
         uint8 bits of the custom masks and where each request's begin, with `use_cuda_graph`.
     backend : str
-        One of FlashInfer's; has no effect.
+        One of FlashInfer's: ``"fa2"`` is the schedule ``"sm80"`` on a GPU, others have no effect.
 
     Raises
     ------
@@ -62,11 +63,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(WorkspaceWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, backend)
         if use_cuda_graph:
-            self._graph = GraphBuffers.of(
-                custom_mask_buf,
-                mask_indptr_buf,
-                qo_indptr=("qo_indptr_buf", qo_indptr_buf),
-                kv_indptr=("kv_indptr_buf", kv_indptr_buf),
+            self._use_graph(
+                GraphBuffers.of(
+                    custom_mask_buf,
+                    mask_indptr_buf,
+                    qo_indptr=("qo_indptr_buf", qo_indptr_buf),
+                    kv_indptr=("kv_indptr_buf", kv_indptr_buf),
+                )
             )
 
     @implemented_except(
@@ -126,6 +129,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(WorkspaceWrapper):
         ----------
         qo_indptr, kv_indptr : array
             int32 or int64 ``[batch + 1]``, first query and key of each request, and their number.
+            What is on a GPU is copied to the host, which waits for the GPU.
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : int
             Shape of the problem; `head_dim_vo` is `head_dim_qk` by default.
         custom_mask, packed_custom_mask : torch.Tensor, optional
@@ -154,6 +158,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(WorkspaceWrapper):
         PlanError, LimitError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
+        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
         if seq_lens_q is not None:
             check_lengths("seq_lens_q", seq_lens_q, index_array(qo_indptr, "qo_indptr").diff())
         if seq_lens is not None:

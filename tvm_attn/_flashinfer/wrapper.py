@@ -16,11 +16,13 @@ from tvm_attn._flashinfer.arguments import (
     check_stride_variant,
     last_page_len,
     paged_cache,
+    schedule_of,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Features, Options, kernel_for
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError, SpecError
+from tvm_attn.runtime.device import located, on_device
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan
@@ -36,11 +38,11 @@ class Wrapper:
     kv_layout, backend : str
         FlashInfer's.
     device : torch.device
-        Where the tensors will be.
+        Where the tensors will be; of ``cuda`` without an index, the current GPU.
     """
 
     def __init__(self, kv_layout: str, backend: str, device: torch.device):
-        self.device = device
+        self.device = located(device)
         self._kv_layout = check_layout(kv_layout)
         self._backend = check_backend(backend)
         self._graph: GraphBuffers | None = None
@@ -61,7 +63,8 @@ class Wrapper:
         return AttentionSpec(*heads, *dtypes, self._kv_layout, page_size)
 
     def _kernel_of(self, spec: AttentionSpec, features: Features) -> AttentionModule:
-        return kernel_for(spec, features, self.device)
+        schedule = schedule_of(self._backend, self.device)
+        return kernel_for(spec, features, self.device, schedule)
 
     def _plan_batch(
         self,
@@ -76,18 +79,17 @@ class Wrapper:
         In graph mode `max_qo_tokens` bounds this batch and, if it is the first, all that follow.
         """
         kernel, graph = self._kernel_of(spec, options.features), self._graph
+        given = {"fixed_split_size": split, **options.plan_params()}
         if graph is None:
-            out = self._to_replace(kernel)
-            planned = kernel.plan(*arrays, out=out, fixed_split_size=split, **options.plan_params())
+            with on_device(self.device):
+                planned = kernel.plan(*arrays, out=self._to_replace(kernel), **given)
         else:
             page_size = spec.page_size or 1
             if self._max_qo_tokens is not None:
                 max_qo_tokens = self._max_qo_tokens
             limits = graph.limits(max_qo_tokens, page_size)
             try:
-                planned = kernel.plan(
-                    *arrays, limits=limits, fixed_split_size=split, **options.plan_params()
-                )
+                planned = kernel.plan(*arrays, limits=limits, **given)
             except LimitError as error:
                 raise LimitError(
                     f"{error}; in graph mode the limits are the sizes of the constructor's buffers"
@@ -105,7 +107,7 @@ class Wrapper:
 
     def _adopt(self, kernel: AttentionModule, planned: Plan, options: Options) -> None:
         self._kernel, self._planned, self._options = kernel, planned, options
-        self._run_params = options.run_params(kernel.spec.num_qo_heads)
+        self._run_params = options.run_params(kernel.spec.num_qo_heads, self.device)
 
     def _change_options(
         self,
@@ -137,7 +139,8 @@ class Wrapper:
             given = options.plan_params()
             if "custom_mask" in given:  # the plan's own copy: the caller's may have changed
                 given["custom_mask"] = planned.params["custom_mask"][0]
-            planned = kernel.plan(batch, fixed_split_size=self._split, **given)
+            with on_device(self.device):
+                planned = kernel.plan(batch, fixed_split_size=self._split, **given)
         self._adopt(kernel, planned, options)
 
     def _current(self) -> tuple[AttentionModule, Plan]:
@@ -167,7 +170,7 @@ class Wrapper:
         if lse is not None:
             kernel, planned = self._current()
             shape = (kernel.spec.num_qo_heads, planned.nnz_qo)
-            check_tensor("lse", lse, shape, torch.float32)
+            check_tensor("lse", lse, shape, torch.float32, self.device)
         out, by_token = self._run_batch(q, kv, return_lse=True, **given)
         by_head = by_token.T.contiguous()
         return out, by_head if lse is None else lse.copy_(by_head)
@@ -194,6 +197,19 @@ class WorkspaceWrapper(Wrapper):
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         buffer = check_buffer(float_workspace_buffer, "float_workspace_buffer")
         super().__init__(kv_layout, backend, buffer.device)
+
+    def _use_graph(self, buffers: GraphBuffers) -> None:
+        """Go to graph mode.
+
+        A captured run reads a plan's own memory, which does not yet stay where it is when the batch
+        is planned again.
+        """
+        if self.device.type == "cuda":
+            raise NotImplementedError(
+                f"{type(self).__name__}: use_cuda_graph=True is not implemented on a GPU; leave it "
+                "at False"
+            )
+        self._graph = buffers
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -254,4 +270,5 @@ class PagedWrapper(WorkspaceWrapper):
     ) -> tuple[int, int]:
         limits = PlanLimits(batch, qo_tokens, pages * (spec.page_size or 1))
         kernel = self._kernel_of(spec, options.features)
-        return kernel.workspace_size(limits, fixed_split_size=split)
+        with on_device(self.device):
+            return kernel.workspace_size(limits, fixed_split_size=split)

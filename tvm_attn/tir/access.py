@@ -42,20 +42,36 @@ class CacheAccess:
         page_size = cache.shape[2 if spec.kv_layout == "HND" else 1]
         return CacheAccess(spec, batch.kv_indptr, batch.kv_indices, tirx.Cast("int32", page_size))
 
+    def begin(self, request: Expr) -> Expr:
+        """First page of a request in the page table, or its first token if K/V are ragged."""
+        return self.indptr[request]
+
     def locate(self, request: Expr, token: Expr) -> tuple[Expr, Expr]:
         """Page and slot of a token of a request."""
-        begin = self.indptr[request]
+        begin = self.begin(request)
         if not self.spec.is_paged:
             return begin + token, tirx.const(0, "int32")
-        page = self.indices[begin + tirx.truncdiv(token, self.page_size)]
-        return page, tirx.truncmod(token, self.page_size)
+        index, slot = self.split(token)
+        return self.indices[begin + index], slot
+
+    def split(self, token: Expr) -> tuple[Expr, Expr]:
+        """Return which of the request's pages a token is in, and its slot there."""
+        return tirx.truncdiv(token, self.page_size), tirx.truncmod(token, self.page_size)
 
     def element(self, cache: Any, unit: Rows, token: Expr) -> Callable[[Expr], Expr]:
         """Return a function from ``d`` to element ``d`` of the unit's token, as float32."""
-        page, slot = self.locate(unit.request, token)
+        *place, _ = self.index(unit, token, 0)
+        return lambda d: to_float(cache[(*place, d)])
+
+    def index(self, unit: Rows, token: Expr, d: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """Index of element `d` of the unit's token in the cache."""
+        return (*self.order(*self.locate(unit.request, token), unit.kv_head), d)
+
+    def order(self, page: Expr, slot: Expr, kv_head: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the indices of a token's row in the order of the cache's axes."""
         if self.spec.kv_layout == "HND":
-            return lambda d: to_float(cache[page, unit.kv_head, slot, d])
-        return lambda d: to_float(cache[page, slot, unit.kv_head, d])
+            return page, kv_head, slot
+        return page, slot, kv_head
 
 
 def to_float(value: Expr) -> Expr:

@@ -31,5 +31,5 @@ class Outputs:
 
     def finish(self, ctx: Context, o: Expr, lse: Expr) -> Expr:
         """Return an element of `out` from a merged row's element and its log-sum-exp."""
-        value = self.hooks.output(ctx, self.scales.output(ctx, o), lse)
-        return tirx.Cast(str(self.out.dtype), value)
+        scaled = o * self.scales.value_factor(ctx.kv_head)
+        return tirx.Cast(str(self.out.dtype), self.hooks.output(ctx, scaled, lse))

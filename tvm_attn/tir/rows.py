@@ -26,10 +26,6 @@ class Batch:
     q_pos_offset: Any
     kv_pos_offset: Any
 
-    def qo_len(self, request: Expr) -> Expr:
-        """Query tokens of a request."""
-        return self.qo_indptr[request + 1] - self.qo_indptr[request]
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -41,6 +37,31 @@ class Rows:
     request: Expr
     kv_head: Expr
 
+    @property
+    def qo_begin(self) -> Expr:
+        """First query token of the request in q."""
+        return self.batch.qo_indptr[self.request]
+
+    @property
+    def qo_len(self) -> Expr:
+        """Query tokens of the request."""
+        return self.batch.qo_indptr[self.request + 1] - self.batch.qo_indptr[self.request]
+
+    @property
+    def kv_len(self) -> Expr:
+        """KV tokens of the request."""
+        return self.batch.kv_len[self.request]
+
+    @property
+    def q_shift(self) -> Expr:
+        """Position of the request's first query."""
+        return self.batch.q_pos_offset[self.request]
+
+    @property
+    def kv_shift(self) -> Expr:
+        """Position of the request's first key."""
+        return self.batch.kv_pos_offset[self.request]
+
     def token(self, row: Expr) -> Expr:
         """Query token of a fused row, counted from the request's first."""
         return tirx.floordiv(row, self.group_size)
@@ -51,47 +72,45 @@ class Rows:
 
     def index(self, row: Expr) -> tuple[Expr, Expr]:
         """Token and head of a fused row in q, out and lse."""
-        return self.batch.qo_indptr[self.request] + self.token(row), self.head(row)
+        return self.qo_begin + self.token(row), self.head(row)
 
     def query(self, row: Expr) -> Context:
         """Context of a hook that has a query row and no key."""
-        return self.hooks.context(**self._request_fields(), **self._query_fields(row))
+        return self.hooks.context(**self.request_fields(), **self._query_fields(row))
 
     def key(self, kv_idx: Expr) -> Context:
         """Context of a hook that has a key and no query."""
-        return self.hooks.context(**self._request_fields(), **self._key_fields(kv_idx))
+        return self.hooks.context(**self.request_fields(), **self._key_fields(kv_idx))
 
     def pair(self, row: Expr, kv_idx: Expr) -> Context:
         """Context of a hook that has both."""
         return self.hooks.context(
-            **self._request_fields(), **self._query_fields(row), **self._key_fields(kv_idx)
+            **self.request_fields(), **self._query_fields(row), **self._key_fields(kv_idx)
         )
 
     def key_range(self, row_begin: Expr, row_end: Expr) -> tuple[Expr, Expr]:
         """Key indices that fused rows ``row_begin..row_end`` (exclusive) may see, not clipped."""
-        shift = self.batch.q_pos_offset[self.request]
         lo, hi = self.hooks.key_positions(
             self.request,
-            self.batch.qo_len(self.request),
-            self.batch.kv_len[self.request],
-            shift + self.token(row_begin),
-            shift + self.token(row_end - 1),
+            self.qo_len,
+            self.kv_len,
+            self.q_shift + self.token(row_begin),
+            self.q_shift + self.token(row_end - 1),
         )
-        offset = self.batch.kv_pos_offset[self.request]
-        return lo - offset, hi - offset
+        return lo - self.kv_shift, hi - self.kv_shift
 
-    def _request_fields(self) -> dict[str, Expr]:
+    def request_fields(self) -> dict[str, Expr]:
+        """Fields of a context that say which request and KV head it is."""
         return {
             "batch": self.request,
             "kv_head": self.kv_head,
-            "qo_len": self.batch.qo_len(self.request),
-            "kv_len": self.batch.kv_len[self.request],
+            "qo_len": self.qo_len,
+            "kv_len": self.kv_len,
         }
 
     def _query_fields(self, row: Expr) -> dict[str, Expr]:
         qo_idx = self.token(row)
-        q_pos = self.batch.q_pos_offset[self.request] + qo_idx
-        return {"qo_idx": qo_idx, "q_pos": q_pos, "qo_head": self.head(row)}
+        return {"qo_idx": qo_idx, "q_pos": self.q_shift + qo_idx, "qo_head": self.head(row)}
 
     def _key_fields(self, kv_idx: Expr) -> dict[str, Expr]:
-        return {"kv_idx": kv_idx, "kv_pos": self.batch.kv_pos_offset[self.request] + kv_idx}
+        return {"kv_idx": kv_idx, "kv_pos": self.kv_shift + kv_idx}

@@ -29,14 +29,29 @@ class Scales:
 
     def query(self, ctx: Context, x: Row, d: Expr) -> Expr:
         """Element of a query row, transformed and times everything a score is multiplied with."""
+        return self.query_row(ctx, x, d) * self._factor(ctx.kv_head)
+
+    def query_row(self, ctx: Context, x: Row, d: Expr) -> Expr:
+        """Element of a query row, transformed."""
+        return self.hooks.row_element("query_transform", ctx, lambda e: x(e) * self.q_scale, d)
+
+    def product(self, kv_head: Expr) -> Expr:
+        """Factor from the product of a query and a key to a score, for `query_row` as it is used.
+
+        That is: of rows as they are stored if there is no transform, else of transformed ones.
+        """
+        if self.hooks.variant.query_transform is None:
+            return self._factor(kv_head) * self.q_scale
+        return self._factor(kv_head)
+
+    def _factor(self, kv_head: Expr) -> Expr:
         variant = self.hooks.variant
         factor = self.sm_scale
         if variant.key_transform is None:
-            factor = factor * self.k_scale[ctx.kv_head]
+            factor = factor * self.k_scale[kv_head]
         if variant.logits_transform is None:
             factor = factor * f32(self.hooks.accumulation.unit)
-        row = self.hooks.row_element("query_transform", ctx, lambda e: x(e) * self.q_scale, d)
-        return row * factor
+        return factor
 
     def key(self, ctx: Context, x: Row, d: Expr) -> Expr:
         """Element of a key row."""
@@ -58,8 +73,8 @@ class Scales:
             return s
         return self.hooks.logit(ctx, s) * f32(self.hooks.accumulation.unit)
 
-    def output(self, ctx: Context, o: Expr) -> Expr:
-        """Output element with the value scale, where it was not applied to the elements."""
+    def value_factor(self, kv_head: Expr) -> Expr:
+        """Factor of an output row: the value scale, where it was not applied to the elements."""
         if self.hooks.variant.value_transform is None:
-            return o * self.v_scale[ctx.kv_head]
-        return o
+            return self.v_scale[kv_head]
+        return f32(1.0)

@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock
 from tvm.script import tirx as T
+from tvm.tirx.layout import S, TileLayout
 
 
 def dense(
@@ -22,15 +23,30 @@ def dense(
 
 def strided(handle: Any, name: str, shape: Sequence[int | None], dtype: str) -> Any:
     """Bind a parameter to a tensor whose innermost stride is 1 and whose others are free."""
-    strides = [tirx.Var(f"{name}_stride{i}", "int64") for i in range(len(shape) - 1)]
-    strides.append(1 if shape[-1] else tirx.IntImm("int64", 1))  # of the type of the size
-    sizes = _sizes(name, shape, "int64")
+    sizes, strides = _free(name, shape)
     return T.match_buffer(handle, sizes, dtype, strides=strides, align=itemsize(dtype))
+
+
+def strided_rows(handle: Any, name: str, shape: Sequence[int | None], dtype: str) -> Any:
+    """Bind as `strided`, in a kernel of explicit threads, to rows that are aligned to 16 bytes.
+
+    There the strides of a buffer are ignored unless its layout has them too.
+    """
+    sizes, strides = _free(name, shape)
+    layout = TileLayout(S[tuple(sizes) : tuple(strides)])
+    return T.match_buffer(handle, sizes, dtype, strides=strides, layout=layout, align=16)
 
 
 def ints(handle: Any, name: str, *row: int) -> Any:
     """Bind a parameter to int32 data of free length, each entry a row of the given size."""
     return dense(handle, name, (None, *row), "int32", index="int32")
+
+
+def _free(name: str, shape: Sequence[int | None]) -> tuple[list[Any], list[Any]]:
+    """Sizes, and strides of which all but the innermost are free."""
+    strides = [tirx.Var(f"{name}_stride{i}", "int64") for i in range(len(shape) - 1)]
+    strides.append(1 if shape[-1] else tirx.IntImm("int64", 1))  # of the type of the size
+    return _sizes(name, shape, "int64"), strides
 
 
 def _sizes(name: str, shape: Sequence[int | None], index: str) -> list[Any]:

@@ -23,11 +23,16 @@ class Accumulation(Protocol):
 
     hidden: float
     """Score of a key that is not visible."""
+    lowest: float
+    """A finite reference below any score: of a row that has seen no key."""
     unit: float
     """What a logit is multiplied with to become a score."""
 
     def peak(self, peak: Expr, score: Expr) -> Expr:
         """Fold a score into the row's running peak."""
+
+    def outgrown(self, reference: Expr, score: Expr, slack: float) -> Expr:
+        """Whether a score is too far above what weights are relative to."""
 
     def reference(self, peak: Expr) -> Expr:
         """Score that weighs 1, given the row's peak."""
@@ -53,11 +58,16 @@ class OnlineSoftmax:
     """
 
     hidden = -math.inf
+    lowest = -3.0e38
     unit = LOG2E
 
     def peak(self, peak: Expr, score: Expr) -> Expr:
         """Return the larger one."""
         return tirx.max(peak, score)
+
+    def outgrown(self, reference: Expr, score: Expr, slack: float) -> Expr:
+        """Whether the score would weigh more than ``2**slack``; any does in an empty row."""
+        return score > reference + f32(slack)
 
     def reference(self, peak: Expr) -> Expr:
         """Return the peak, or 0 for an empty row."""
@@ -76,19 +86,34 @@ class OnlineSoftmax:
         return tirx.Select(total == f32(0.0), f32(0.0), f32(1.0) / total)
 
     def lse(self, reference: Expr, total: Expr) -> Expr:
-        """Return ``reference + log2(total)``: -inf for an empty row."""
-        return reference + tirx.log2(total)
+        """Return ``reference + log2(total)``: -inf for an empty row.
+
+        Exponents are added by themselves, so that digits do not cancel where one is far below 0 and
+        the other far above.
+        """
+        bits = tirx.reinterpret("int32", total)
+        exponent = tirx.shift_right(bits, tirx.const(23, "int32")) - 127
+        mantissa = tirx.bitwise_or(tirx.bitwise_and(bits, 0x7FFFFF), 0x3F800000)
+        whole = reference + tirx.Cast("float32", exponent)
+        lse = whole + tirx.log2(tirx.reinterpret("float32", mantissa))
+        is_usual = tirx.And(total > f32(0.0), total < f32(math.inf))
+        return tirx.Select(is_usual, lse, reference + tirx.log2(total))
 
 
 class PlainSum:
     """No softmax: a score is its own weight, hidden keys weigh 0, parts add."""
 
     hidden = 0.0
+    lowest = 0.0
     unit = 1.0
 
     def peak(self, peak: Expr, score: Expr) -> Expr:
         """Return the peak unchanged: there is none."""
         return peak
+
+    def outgrown(self, reference: Expr, score: Expr, slack: float) -> Expr:
+        """Never: there is no reference."""
+        return tirx.const(False, "bool")
 
     def reference(self, peak: Expr) -> Expr:
         """Return 0."""

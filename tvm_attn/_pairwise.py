@@ -5,22 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
-from typing import TypeVar
+from typing import Any
 
-Value = TypeVar("Value", bound=Hashable)
-Row = dict[str, Value]
-Pair = tuple[tuple[str, Value], tuple[str, Value]]
+Row = dict[str, Any]
+"""One value, which can be hashed, for each factor."""
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 CANDIDATES = 60
 
 
 def pairwise_rows(
-    factors: Mapping[str, Sequence[Value]], *, given: Iterable[Row] = (), seed: int = 0
+    factors: Mapping[str, Sequence[Hashable]], *, given: Iterable[Row] = (), seed: int = 0
 ) -> list[Row]:
     """Return rows, one value of each factor, that cover every pair of values of two factors.
 
     Greedy: each row is the best of a number of candidates, and each candidate starts at a pair that
-    is not covered yet. The same arguments give the same rows. `given` rows come first and count.
+    is not covered yet. The same arguments give the same rows.
+
+    Parameters
+    ----------
+    factors : mapping of str to sequence
+        The values of each factor.
+    given : iterable of dict
+        Rows that come first and count.
+    seed : int
+        Of the candidates.
     """
     chance = random.Random(seed)
     rows = list(given)
@@ -33,7 +42,7 @@ def pairwise_rows(
     return rows
 
 
-def uncovered_pairs(factors: Mapping[str, Sequence[Value]], rows: Iterable[Row]) -> list[Pair]:
+def uncovered_pairs(factors: Mapping[str, Sequence[Hashable]], rows: Iterable[Row]) -> list[Pair]:
     """Return the pairs of values of two factors that meet in no row."""
     covered = {pair for row in rows for pair in _pairs(row)}
     return [
@@ -45,7 +54,7 @@ def uncovered_pairs(factors: Mapping[str, Sequence[Value]], rows: Iterable[Row])
 
 
 def _candidate(
-    factors: Mapping[str, Sequence[Value]],
+    factors: Mapping[str, Sequence[Hashable]],
     ordered: Sequence[Pair],
     missing: set[Pair],
     chance: random.Random,
@@ -66,5 +75,5 @@ def _pairs(row: Row) -> list[Pair]:
     return list(combinations(sorted(row.items(), key=lambda item: item[0]), 2))
 
 
-def _pair(name: str, value: Value, other: tuple[str, Value]) -> Pair:
+def _pair(name: str, value: Hashable, other: tuple[str, Any]) -> Pair:
     return ((name, value), other) if name < other[0] else (other, (name, value))

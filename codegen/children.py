@@ -1,0 +1,152 @@
+"""Work in forked processes: TVM and NVRTC do one thing at a time in a process, and can crash it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Generic, NoReturn, TypeVar
+
+from tvm_attn import env
+from tvm_attn.errors import CompileError
+
+Result = TypeVar("Result")
+Progress = Callable[[str], None]
+
+PATIENCE = 600.0
+"""Seconds after which work is given up."""
+
+
+def unheard(stage: str) -> None:
+    """Report nothing."""
+
+
+class Child(Generic[Result]):
+    """A forked process that does one piece of work. A context manager, which ends it.
+
+    The child is not a `multiprocessing.Process`, since workers of a serving engine, daemonic
+    processes, may not have any. It must not run kernels, and need not be careful with the
+    environment: it is its own, and TVM is told there to leave CUDA source as it is.
+
+    Parameters
+    ----------
+    name : str
+        What the work is, for messages.
+    work : callable
+        Takes a function to call with the name of each stage, and returns what can be pickled.
+    """
+
+    def __init__(self, name: str, work: Callable[[Progress], Result]):
+        self._name = name
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        with warnings.catch_warnings():
+            # Threads that a fork loses: the work needs none, nor what they might hold locked.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if not self._pid:
+            _work(sender, work)
+        sender.close()
+
+    def result(self, progress: Progress = unheard, patience: float = PATIENCE) -> Result:
+        """Wait for the work and return its result; what it raised is raised here.
+
+        Parameters
+        ----------
+        progress : callable
+            Called with what the work reports.
+        patience : float
+            Seconds to wait.
+
+        Raises
+        ------
+        CompileError
+            If the process dies or takes too long.
+        """
+        deadline = time.monotonic() + patience
+        while self._receiver.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                kind, content = self._receiver.recv()
+            except EOFError:
+                raise CompileError(
+                    f"the process that makes {self._name} died ({self._status()}); build with "
+                    f"{env.DUMP.name}=DIR to see how far it came"
+                ) from None
+            if kind == "result":
+                return content  # type: ignore[no-any-return]
+            if kind == "error":
+                error, trace = content
+                raise error from ChildTraceback(trace)
+            progress(content)
+        raise CompileError(f"{self._name} was not made within {patience:.0f} s; build it again")
+
+    def __enter__(self) -> Child[Result]:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._status()
+        self._receiver.close()
+
+    def _status(self) -> str:
+        pid, self._pid = self._pid, 0
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except ChildProcessError:  # the program has the system forget about its children
+            return "nobody knows why"
+        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+class ChildTraceback(Exception):
+    """Where in a child an error was raised."""
+
+
+def in_children(
+    works: Mapping[str, Callable[[Progress], Result]], progress: Progress
+) -> dict[str, Result]:
+    """Do several pieces of work side by side and return their results.
+
+    Parameters
+    ----------
+    works : mapping of str to callable
+        As in `Child`, by name.
+    progress : callable
+        Called with what they report.
+    """
+    with contextlib.ExitStack() as stack:
+        children = {n: stack.enter_context(Child(n, work)) for n, work in works.items()}
+        return {name: child.result(progress) for name, child in children.items()}
+
+
+def _work(sender: Connection, work: Callable[[Progress], Any]) -> NoReturn:
+    """Do the work and send its result; ends the process."""
+    try:
+        gc.disable()  # the parent's garbage, such as GPU memory, is for the parent to free
+        env.keep_cuda_source()
+        message = pickle.dumps(("result", work(lambda stage: sender.send(("progress", stage)))))
+    except BaseException as error:
+        message = pickle.dumps(("error", (_portable(error), traceback.format_exc())))
+    try:
+        sender.send_bytes(message)
+    finally:
+        os._exit(0)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return an error that can be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CompileError(f"{type(error).__name__}: {error}")
+    return error

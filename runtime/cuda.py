@@ -1,0 +1,170 @@
+"""Running on NVIDIA GPUs: their multiprocessors, plans in their memory, kernels made ready.
+
+Everything but a run works without a GPU: plans are then made for a usual number of multiprocessors,
+and stay on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tvm_attn.errors import ArtifactError, PlanError, ProcessError
+from tvm_attn.runtime.device import CPU, on_device
+from tvm_attn.runtime.library import Library, load_cuda_runtime
+from tvm_attn.runtime.machine import Guard
+from tvm_attn.runtime.placement import Launch, Placement, is_capturing
+from tvm_attn.runtime.plan import Family, Plan
+from tvm_attn.runtime.staging import Copies
+from tvm_attn.runtime.workspace import partial_states
+from tvm_attn.spec import AttentionSpec
+
+
+class CudaMachine:
+    """The GPUs of this process; each plan is for one of them.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Of the kernel.
+    families : sequence of Family
+        Its query tiles, and how many CTAs of each share a multiprocessor.
+    num_ctas : int, optional
+        CTAs to deal to, instead of as many as are resident.
+    target : str
+        What the code was generated for, such as ``"cuda -arch=sm_90a"``.
+    multiprocessors : int
+        What to plan for where there is no GPU.
+    library : Library
+        Launches the kernels.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        families: Sequence[Family],
+        num_ctas: int | None,
+        target: str,
+        multiprocessors: int,
+        library: Library,
+    ):
+        self._spec = spec
+        self._families = families
+        self._given_ctas = num_ctas
+        self._target = target
+        self._multiprocessors = multiprocessors
+        self._library = library
+        self._ready: set[torch.device] = set()
+        self._ones = torch.ones(spec.num_kv_heads, dtype=torch.float32)
+
+    def plan_device(self, wanted: torch.device | None) -> torch.device:
+        """Return the device wanted, else the current GPU, else the CPU where there is none."""
+        if wanted is not None:
+            return wanted
+        return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
+
+    def num_ctas(self, device: torch.device) -> Sequence[int]:
+        """Return how many CTAs of each family are resident at once."""
+        if self._given_ctas is not None:
+            return [self._given_ctas] * len(self._families)
+        on_gpu = device.type == "cuda"
+        count = multiprocessors(device) if on_gpu else self._multiprocessors
+        return [count * family.residents for family in self._families]
+
+    def place(self, plan: Plan, device: torch.device, workspace: torch.Tensor | None) -> Placement:
+        """Return the plan in the device's memory, where a copy will bring it on its stream."""
+        if is_capturing(device):
+            raise PlanError(
+                "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
+                "capture"
+            )
+        partials = [
+            partial_states(self._spec, work.family, work.num_slots, workspace, device)
+            for work in plan.work
+        ]
+        arrivals = [np.zeros(len(work.merge_items), np.int32) for work in plan.work]
+        lists = [array for work in plan.work for array in work.arrays]
+        params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
+        copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])
+        launches = [
+            Launch(
+                work.family.name,
+                tuple(map(copies.of, (*work.arrays, *plan.batch))),
+                (*states, copies.of(counters)),
+            )
+            for work, states, counters in zip(plan.work, partials, arrivals, strict=True)
+        ]
+        return Placement(
+            device,
+            launches,
+            {
+                n: [copies.of(v) if _is_tensor(v) else v for v in plan.params[n]]
+                for n in plan.params
+            },
+            copies.of(self._ones),
+            torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            (copies.block, *(state for states in partials for state in states)),
+        )
+
+    def ready(self, plan: Plan) -> Guard:
+        """Load the kernels, and have the plan's arrays on the current stream of its device."""
+        device = plan.device
+        if device not in self._ready:
+            self._prepare(device)
+        plan.placement.follow(torch.cuda.current_stream(device))
+        return None if torch.cuda.current_device() == device.index else on_device(device)
+
+    def describe(self) -> str:
+        """Return the number of CTAs, where it is not the device's."""
+        return "" if self._given_ctas is None else f", {self._given_ctas} CTAs"
+
+    def _prepare(self, device: torch.device) -> None:
+        """Check that the code runs on a device, and load it."""
+        load_cuda_runtime()
+        if device.type != "cuda":
+            raise ProcessError(
+                f"this batch was planned where there was no GPU, and {self._target} needs one; "
+                "plan it again where the kernel runs"
+            )
+        check_capability(self._target, device)
+        self._library.load_device_code()
+        self._ready.add(device)
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether this process can use a GPU."""
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def check_capability(target: str, device: torch.device) -> None:
+    """Raise `ArtifactError` if a GPU does not run code of a target.
+
+    Code for an architecture runs on those of its major version that are not older; code for
+    ``sm_90a`` runs on that one alone.
+    """
+    built_for = re.search(r"sm_(\d+)(\d)(a?)", target)
+    if built_for is None:
+        raise ArtifactError(f"the kernel was built for {target}, which is no GPU's architecture")
+    major, minor = torch.cuda.get_device_capability(device)
+    wanted = int(built_for[1]), int(built_for[2])
+    runs = (major, minor) == wanted if built_for[3] else major == wanted[0] and minor >= wanted[1]
+    if not runs:
+        raise ArtifactError(
+            f"this kernel was built for {target}, and {device} is an sm_{major}{minor} "
+            f'({torch.cuda.get_device_name(device)}); build it for "cuda -arch=sm_{major}{minor}"'
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

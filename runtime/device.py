@@ -1,0 +1,74 @@
+"""Devices of tensors: whether they are where a kernel runs, and as it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from tvm_attn.errors import ShapeError
+
+CPU = torch.device("cpu")
+ROW_BYTES = 16
+"""What CUDA kernels read and write rows in."""
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise `ShapeError` if a tensor is not where the kernel runs."""
+    if tensor.device != device:
+        raise elsewhere(name, tensor, device)
+
+
+def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeError:
+    """Return the error of a tensor that is not where the kernel runs."""
+    where = "the CPU" if device == CPU else str(device)
+    return ShapeError(f"{name} is on {tensor.device}, the kernel runs on {where}; move it there")
+
+
+def check_rows(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ShapeError` if a row of a tensor, its innermost axis, begins between 16 bytes."""
+    for name, tensor in tensors.items():
+        if not has_aligned_rows(tensor):
+            raise ShapeError(
+                f"{name} has rows that do not begin at multiples of {ROW_BYTES} bytes (address "
+                f"{tensor.data_ptr():#x}, strides {tensor.stride()}); pass {name}.contiguous(), or "
+                f"{name}.clone() if it is contiguous"
+            )
+
+
+def has_aligned_rows(tensor: torch.Tensor) -> bool:
+    """Whether every row of a tensor, its innermost axis, begins at a multiple of 16 bytes."""
+    if tensor.data_ptr() % ROW_BYTES:
+        return False
+    size = tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] * size % ROW_BYTES == 0:
+        return True
+    steps = zip(tensor.shape[:-1], tensor.stride(), strict=False)
+    return all(length < 2 or stride * size % ROW_BYTES == 0 for length, stride in steps)
+
+
+def access_unit(*tensors: torch.Tensor) -> int:
+    """Return how many elements of a row a kernel may access at once in these tensors of one dtype.
+
+    On a GPU 16 bytes of them if all rows are whole and aligned units of that size, else one. On a
+    CPU, which needs no alignment, one.
+    """
+    if tensors[0].is_cpu:
+        return 1
+    unit = ROW_BYTES // tensors[0].element_size()
+    is_whole = all(x.shape[-1] % unit == 0 and has_aligned_rows(x) for x in tensors)
+    return unit if is_whole else 1
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current device for the time of a ``with`` block; of a CPU, do nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def located(device: torch.device) -> torch.device:
+    """Return a device with its index: of ``cuda`` alone, the current GPU, if there is one."""
+    if str(device) != "cuda" or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

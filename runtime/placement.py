@@ -1,0 +1,71 @@
+"""A plan as kernels read it: which arrays each launch takes, and where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tvm_attn.runtime.device import on_device
+
+
+class Launch(NamedTuple):
+    """What the launch of one family's kernel takes of a plan.
+
+    ``indices`` are the work list and the batch, ``partials`` the room for partial states (and, on
+    a GPU, the counters of the parts that have arrived), each in the kernel's order.
+    """
+
+    family: str
+    indices: tuple[Any, ...]
+    partials: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Placement:
+    """The arrays of a plan, on its device.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where they are: on the host numpy arrays, on a GPU tensors in one block.
+    launches : list of Launch
+        One for each family that has work.
+    params : dict of str to list
+        Kernel arguments of the plan-time parameters, by parameter.
+    ones : torch.Tensor
+        float32 ``[num_kv_heads]``, the scales of K and V that have none.
+    stream : torch.cuda.Stream, optional
+        Of a GPU: the stream that work on these arrays was last queued on.
+    memory : tuple of torch.Tensor
+        Of a GPU: the memory that the plan owns.
+    """
+
+    device: torch.device
+    launches: list[Launch]
+    params: dict[str, list[Any]]
+    ones: torch.Tensor
+    stream: torch.cuda.Stream | None = None
+    memory: tuple[torch.Tensor, ...] = ()
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Let work on `stream` use the arrays, after what is queued on the stream before it.
+
+        Not while a graph is captured: a graph cannot wait for work outside of it, and whoever
+        captures one has waited for that work before.
+        """
+        if self.stream is None or stream == self.stream or is_capturing(self.device):
+            return
+        stream.wait_stream(self.stream)
+        for memory in self.memory:
+            memory.record_stream(stream)
+        self.stream = stream
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the device's current stream."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,134 @@
+"""From what plan() is given to a plan on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tvm_attn.bsr import BSR
+from tvm_attn.errors import DTypeError, PlanError
+from tvm_attn.runtime.device import CPU
+from tvm_attn.runtime.formats import batch_format, to_host
+from tvm_attn.runtime.inspector import Inspector
+from tvm_attn.runtime.machine import Machine
+from tvm_attn.runtime.params import UNBOUNDED, plan_values
+from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.workspace import PlanLimits
+from tvm_attn.spec import AttentionSpec, Param
+
+Arguments = dict[str, Any]
+
+
+class Planner:
+    """Makes the plans of one kernel.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Of the kernel.
+    params : sequence of Param
+        The variant's parameters.
+    inspector : Inspector
+        Plans on the host.
+    machine : Machine
+        What the kernel runs on.
+    on_gpu : bool
+        Whether that is a GPU.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        params: Sequence[Param],
+        inspector: Inspector,
+        machine: Machine,
+        on_gpu: bool,
+    ):
+        self._spec = spec
+        self._params = params
+        self._inspector = inspector
+        self._machine = machine
+        self._on_gpu = on_gpu
+        self._heads = {"num_qo_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
+
+    def plan(
+        self,
+        owner: object,
+        arrays: Arguments,
+        params: Arguments,
+        limits: PlanLimits | None,
+        out: Plan | None,
+        workspace: torch.Tensor | None,
+        fixed_split_size: int | None,
+        max_qo_len: int | None,
+    ) -> Plan:
+        """Plan a batch; see `AttentionModule.plan`.
+
+        `arrays` are its index arrays and `params` the variant's parameters, by name.
+        """
+        device = CPU
+        if self._on_gpu:
+            arrays, params, wanted = _from_gpu(arrays, params)
+            device = self._machine.plan_device(wanted or _gpu_of(workspace) or _gpu_of(out))
+        bsr = batch_format(self._spec, arrays)
+        if limits is not None:
+            expect("limits", limits, PlanLimits)
+            limits.check(bsr)
+        plan = self._inspect(owner, bsr, params, fixed_split_size, device)
+        if plan.max_qo_len > (positive("max_qo_len", max_qo_len) or plan.max_qo_len):
+            raise PlanError(f"max_qo_len={max_qo_len}, but a request has {plan.max_qo_len} queries")
+        plan.placement = self._machine.place(plan, device, workspace)
+        if out is None:
+            return plan
+        out.replace_by(plan)
+        return out
+
+    def _inspect(
+        self,
+        owner: object,
+        bsr: BSR,
+        params: Arguments,
+        fixed_split_size: int | None,
+        device: torch.device,
+    ) -> Plan:
+        given = {**bsr.index_params, **params} if bsr.index_params else params
+
+        def bind(plan: Plan) -> dict[str, list[Any]]:
+            if not given and not self._params:
+                return {}
+            sizes = {**self._heads, "batch": plan.batch_size}
+            return plan_values(self._params, given, plan.lengths, sizes)
+
+        split = positive("fixed_split_size", fixed_split_size)
+        return self._inspector.plan(owner, bsr, bind, split, self._machine.num_ctas(device))
+
+
+def positive(name: str, value: int | None) -> int:
+    """Return an optional count, 0 for None."""
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}={value!r} must be an integer of at least 1, or None")
+    return min(value, UNBOUNDED)
+
+
+def expect(name: str, value: object, kind: type) -> None:
+    """Raise `DTypeError` unless an argument has its type."""
+    if not isinstance(value, kind):
+        raise DTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def _from_gpu(
+    arrays: Mapping[str, Any], params: Mapping[str, Any]
+) -> tuple[Arguments, Arguments, torch.device | None]:
+    """Return arguments on the host, and the GPU that any of them were on."""
+    moved, device = to_host({**arrays, **params})
+    return {n: moved[n] for n in arrays}, {n: moved[n] for n in params}, device
+
+
+def _gpu_of(value: object) -> torch.device | None:
+    """Return the GPU that a tensor or a plan is on, if there is one."""
+    device = value.device if isinstance(value, torch.Tensor | Plan) else None
+    return device if device is not None and device.type == "cuda" else None

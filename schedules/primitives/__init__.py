@@ -1,0 +1,1 @@
+"""The vocabulary of tensor-core kernels: stage a tile, multiply fragments, close their rows."""

@@ -1,0 +1,37 @@
+"""The last of several CTAs: who merges the parts of a cut unit, without a second launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+Expr = Any
+
+NOBODY = -1
+
+
+@T.inline
+def arrive(slot, merge_indptr, arrivals, verdict, thread):
+    """Count this CTA's part of a cut unit in; ``verdict[0]`` is the unit if it was the last.
+
+    Its partial state is then visible to the last one, and the count is 0 again for the next run.
+    """
+    T.cuda.thread_fence()
+    T.cuda.cta_sync()
+    if thread == 0:
+        low: T.int32 = 0
+        high: T.int32 = merge_indptr.shape[0] - 1
+        while high - low > 1:
+            middle: T.let[T.int32] = (low + high) // 2
+            if merge_indptr[middle] <= slot:
+                low = middle
+            else:
+                high = middle
+        before: T.int32 = T.cuda.atomic_add(arrivals.ptr_to([low]), T.int32(1))
+        verdict[0] = NOBODY
+        if before == merge_indptr[low + 1] - merge_indptr[low] - 1:
+            arrivals[low] = 0
+            verdict[0] = low
+    T.cuda.cta_sync()
+    T.cuda.thread_fence()

@@ -1,0 +1,72 @@
+"""A cooperative thread array as its primitives see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_attn.schedules.primitives.fragments import HALVES, Lane, accumulator
+from tvm_attn.schedules.primitives.registers import Registers
+from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
+from tvm_attn.schedules.primitives.shared import SharedTiles
+from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.tir.hooks import Hooks
+from tvm_attn.tir.scales import Scales
+from tvm_attn.variant import Expr
+
+
+@dataclass(frozen=True)
+class Cta:
+    """A cooperative thread array: what it is made for, where this thread is, what it works with."""
+
+    spec: AttentionSpec
+    hooks: Hooks
+    tile: CudaTile
+    scales: Scales
+    thread: Expr
+    warp: Expr
+    lane: Lane
+    shared: SharedTiles
+    registers: Registers
+
+    @property
+    def dtype(self) -> str:
+        """Of the operands."""
+        return str(self.spec.q_dtype)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 query rows that a warp has."""
+        return self.tile.row_tiles
+
+    @property
+    def rows(self) -> int:
+        """Rows that a lane holds."""
+        return HALVES * self.row_tiles
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 8 keys in a block."""
+        return self.tile.block // COLUMNS
+
+    @property
+    def value_tiles(self) -> int:
+        """Tiles of 8 elements in an output row."""
+        return self.spec.dim_vo // COLUMNS
+
+    @property
+    def first_place(self) -> Expr:
+        """Place in the tile of the warp's first row."""
+        return self.warp * (self.row_tiles * ROWS)
+
+    def place(self, i: Expr) -> Expr:
+        """Place in the tile of the lane's row `i`: half ``i % 2`` of a row tile ``i // 2``."""
+        return self.first_place + (i // HALVES) * ROWS + self.lane.row(i % HALVES)
+
+    def score(self, m: Expr, n: Expr, half: Expr = 0, e: Expr = 0) -> Expr:
+        """Index of a score among the lane's."""
+        return accumulator(m, n, self.key_tiles, half, e)
+
+    def out(self, m: Expr, n: Expr, half: Expr = 0, e: Expr = 0) -> Expr:
+        """Index of an output element among the lane's."""
+        return accumulator(m, n, self.value_tiles, half, e)

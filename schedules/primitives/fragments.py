@@ -1,0 +1,100 @@
+"""Matrix fragments of a warp: ``mma.sync.m16n8k16``, ``ldmatrix`` and where elements are.
+
+A warp multiplies tiles of 16 rows with tiles of 8 columns, 16 deep. Lane ``l`` holds of a 16x8
+accumulator the rows ``l // 4`` and ``l // 4 + 8``, columns ``2 (l % 4)`` and the next (PTX ISA,
+"Matrix fragments for mma.m16n8k16").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.shapes import WARP
+
+Expr = Any
+ACCUMULATORS, LEFT, RIGHT = 4, 4, 2
+"""Registers of a lane: float32 accumulators, and pairs of the left and the right operand."""
+HALVES = 2
+"""Groups of 8 rows: a lane holds one row of each."""
+ALL_LANES = 0xFFFFFFFF
+
+_PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane's place in its warp, and what it holds of a fragment.
+
+    Parameters
+    ----------
+    index : Expr
+        0..31.
+    """
+
+    index: Expr
+
+    def row(self, half: int) -> Expr:
+        """Row of a 16-row tile that the lane holds in a half."""
+        return tirx.floordiv(self.index, 4) + 8 * half
+
+    def column(self, element: int) -> Expr:
+        """Column of an 8-column tile that the lane's `element` (0 or 1) of a row is in."""
+        return tirx.floormod(self.index, 4) * 2 + element
+
+    def left_address(self) -> tuple[Expr, Expr]:
+        """Row and column in a 16x16 tile of what the lane shows ``ldmatrix``: left operand."""
+        return tirx.floormod(self.index, 16), tirx.floordiv(self.index, 16) * 8
+
+    def right_address(self) -> tuple[Expr, Expr]:
+        """As `left_address`, for the right operand stored column by column (keys)."""
+        row = tirx.floordiv(self.index, 16) * 8 + tirx.floormod(self.index, 8)
+        return row, tirx.floormod(tirx.floordiv(self.index, 8), 2) * 8
+
+
+def accumulator(row_tile: Any, column_tile: Any, column_tiles: int, half: int, element: int) -> Any:
+    """Index of an accumulator among those of a warp's row and column tiles."""
+    return (row_tile * column_tiles + column_tile) * ACCUMULATORS + 2 * half + element
+
+
+def load_matrices(registers: Any, first: Any, pointer: Expr, *, transposed: bool = False) -> Expr:
+    """Load four 8x8 matrices of 16-bit elements into ``registers[first:first + 4]``."""
+    name = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
+    return T.ptx[name](*(registers[first + i] for i in range(4)), pointer)
+
+
+def multiply(dtype: str, out: Any, at: Any, left: Any, a: Any, right: Any, b: Any) -> Expr:
+    """Add the product of ``left[a:a + 4]`` and ``right[b:b + 2]`` to ``out[at:at + 4]``."""
+    name = _PTX_NAMES[dtype]
+    accumulators = [out[at + i] for i in range(ACCUMULATORS)]
+    return T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"](
+        *accumulators,
+        *(left[a + i] for i in range(LEFT)),
+        *(right[b + i] for i in range(RIGHT)),
+        *accumulators,
+    )
+
+
+def pack(dtype: str, register: Any, low: Expr, high: Expr) -> Expr:
+    """Round two float32 to a register of two 16-bit elements."""
+    return T.ptx[f"cvt.rn.{_PTX_NAMES[dtype]}x2.f32"](register, high, low)
+
+
+def any_lane(condition: Expr) -> Expr:
+    """Whether a condition holds in any lane of the warp."""
+    if isinstance(condition, tirx.IntImm):
+        return condition
+    return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition)) != 0
+
+
+def over_row(value: Expr, lanes: int) -> Expr:
+    """Return the value of the lane that is `lanes` (1 or 2) away among the four of a row."""
+    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
+
+
+def store_pair(pointer: Expr, register: Expr) -> Expr:
+    """Store a register of two 16-bit elements to global memory."""
+    return T.ptx["st.global.b32"](pointer, register)

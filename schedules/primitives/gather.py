@@ -1,0 +1,124 @@
+"""From global to shared memory: query rows, and blocks of keys and values through BSR indices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.shared import NOWHERE, SharedTiles
+from tvm_attn.schedules.primitives.staging import Copy, copy_rows
+from tvm_attn.tir.access import to_float
+from tvm_attn.variant import Expr
+
+
+def offset(cache: Any, at: Sequence[Expr]) -> Expr:
+    """Offset of an element in a strided tensor, in elements."""
+    terms = [tirx.Cast("int64", i) * stride for i, stride in zip(at, cache.strides, strict=True)]
+    return reduce(operator.add, terms)
+
+
+@T.inline
+def load_q(cta, task, q):
+    """Load the query rows, as they are or transformed."""
+    tile = T.meta_var(cta.shared.q)
+    if cta.hooks.variant.query_transform is None:
+        where = T.meta_var(lambda i: cta.shared.q_place[i])
+        copy_rows(Copy(tile, 0, q, where, cta.thread, cta.tile.threads))
+    else:
+        for i in T.serial(tile.rows * tile.columns // cta.tile.threads):
+            place: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // tile.columns
+            d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % tile.columns
+            row = T.meta_var(task.row(place))
+            at = T.meta_var(task.index(row))
+            x = T.meta_var(lambda e: to_float(q[at[0], at[1], e]))
+            element = T.meta_var(cta.scales.query_row(task.query(row), x, d))
+            tile.buffer[tile.index(0, place, d)] = T.Cast(cta.dtype, element)
+
+
+@T.inline
+def locate_q(cta, task, q):
+    """Note where the query rows are."""
+    for i in T.unroll(-(-cta.tile.rows // cta.tile.threads)):
+        row = T.meta_var(i * cta.tile.threads + cta.thread)
+        if row < cta.tile.rows:
+            cta.shared.q_place[row] = offset(q, (*task.index(task.row(row)), 0))
+
+
+@T.inline
+def look_up(cta, task, cache, pages, count, kv0, kv_end):
+    """Look up the pages of `count` tokens: nothing waits for them yet."""
+    for i in T.unroll(-(-count // cta.tile.threads)):
+        token = T.meta_var(i * cta.tile.threads + cta.thread)
+        pages[i] = NOWHERE
+        if T.And(token < count, kv0 + token < kv_end):
+            pages[i] = cache.locate(task.request, kv0 + token)[0]
+
+
+@T.inline
+def note(cta, task, cache, pages, count, k, v, t, s, kv0):
+    """Note where the tokens are whose pages were looked up: from stream position `s` on."""
+    for i in T.unroll(-(-count // cta.tile.threads)):
+        token = T.meta_var(i * cta.tile.threads + cta.thread)
+        if token < count:
+            block: T.let[T.int32] = token // cta.tile.block
+            first = T.meta_var(SharedTiles.place(cta, t, s + block))
+            place: T.let[T.int32] = first + token % cta.tile.block
+            slot = T.meta_var(cache.locate(task.request, kv0 + token)[1])
+            at = T.meta_var((*cache.order(pages[i], slot, task.kv_head), 0))
+            nowhere = T.meta_var(pages[i] == NOWHERE)
+            cta.shared.k_place[place] = T.Select(nowhere, T.int64(NOWHERE), offset(k, at))
+            cta.shared.v_place[place] = T.Select(nowhere, T.int64(NOWHERE), offset(v, at))
+
+
+def gather_k(cta: Cta, k: Any, t: Expr, s: Expr) -> Copy:
+    """Return the copy of the keys of a block: that at position `s` of the stream, of item `t`."""
+    return _gather(cta, cta.shared.k, cta.shared.k_place, k, t, s)
+
+
+def gather_v(cta: Cta, v: Any, t: Expr, s: Expr) -> Copy:
+    """Return the copy of the values of a block: that at position `s` of the stream, of item `t`."""
+    return _gather(cta, cta.shared.v, cta.shared.v_place, v, t, s)
+
+
+def _gather(cta: Cta, tile: Any, places: Any, cache: Any, t: Expr, s: Expr) -> Copy:
+    first = SharedTiles.place(cta, t, s)
+    return Copy(
+        tile,
+        s % cta.tile.stages,
+        cache,
+        lambda row: places[first + row],
+        cta.thread,
+        cta.tile.threads,
+    )
+
+
+@T.inline
+def convert(cta, task, ring, operand, element, s, kv0, kv_end):
+    """Make the operand of a block of what was gathered, unless it is that: ``element`` of it."""
+    if operand is not ring:
+        for i in T.serial(ring.rows * ring.columns // cta.tile.threads):
+            row: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // ring.columns
+            d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % ring.columns
+            key = T.meta_var(task.key(T.min(kv0 + row, kv_end - 1)))
+            x = T.meta_var(lambda e: to_float(ring.element(s % ring.stages, row, e)))
+            operand.buffer[operand.index(0, row, d)] = T.Cast(cta.dtype, element(key, x, d))
+
+
+@T.inline
+def make_k(cta, task, s, kv0, kv_end):
+    """Make the keys of a block, widened and transformed."""
+    tiles = T.meta_var(cta.shared)
+    convert(cta, task, tiles.k, tiles.k_operand, cta.scales.key, s, kv0, kv_end)
+
+
+@T.inline
+def make_v(cta, task, s, kv0, kv_end):
+    """Make the values of a block, widened and transformed."""
+    tiles = T.meta_var(cta.shared)
+    convert(cta, task, tiles.v, tiles.v_operand, cta.scales.value, s, kv0, kv_end)

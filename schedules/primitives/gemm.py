@@ -1,0 +1,122 @@
+"""Queries times keys and weights times values, with ``mma.sync`` on fragments.
+
+Operands are loaded one step ahead of the multiplications that need them.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.fragments import (
+    ACCUMULATORS,
+    HALVES,
+    LEFT,
+    RIGHT,
+    load_matrices,
+    multiply,
+    pack,
+)
+from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
+from tvm_attn.schedules.primitives.staging import copy_rows
+from tvm_attn.tir.states import f32
+
+PAIR = 2 * RIGHT
+"""Registers of the right operands that one load brings: for two tiles of 8 columns."""
+
+
+@T.inline
+def load_queries(cta, d):
+    """Load the warp's queries of step `d`."""
+    at = T.meta_var(cta.lane.left_address())
+    for m in T.unroll(cta.row_tiles):
+        row = T.meta_var(cta.first_place + m * ROWS + at[0])
+        first = T.meta_var((d % 2 * cta.row_tiles + m) * LEFT)
+        load_matrices(cta.registers.left, first, cta.shared.q.pointer(0, row, d * DEPTH + at[1]))
+
+
+@T.inline
+def load_keys(cta, s, step, tiles):
+    """Load 16 keys of a block, of the step and tile that `step` counts."""
+    k = T.meta_var(cta.shared.k_operand)
+    at = T.meta_var(cta.lane.right_address())
+    row = T.meta_var(step % tiles * ROWS + at[0])
+    column = T.meta_var(step // tiles * DEPTH + at[1])
+    load_matrices(cta.registers.right, step % 2 * PAIR, k.pointer(s % k.stages, row, column))
+
+
+@T.inline
+def load_values(cta, s, step, tiles):
+    """Load 16 elements of 16 values of a block, of the step and tile that `step` counts."""
+    v = T.meta_var(cta.shared.v_operand)
+    at = T.meta_var(cta.lane.left_address())
+    row = T.meta_var(step // tiles * DEPTH + at[0])
+    column = T.meta_var(step % tiles * ROWS + at[1])
+    pointer = T.meta_var(v.pointer(s % v.stages, row, column))
+    load_matrices(cta.registers.right, step % 2 * PAIR, pointer, transposed=True)
+
+
+@T.inline
+def qk(cta, s, first, second):
+    """Multiply the warp's queries with the keys of a block; begin up to two copies meanwhile."""
+    r = T.meta_var(cta.registers)
+    steps = T.meta_var(cta.spec.head_dim_qk // DEPTH)
+    tiles = T.meta_var(cta.key_tiles // 2)
+    for i in T.unroll(cta.row_tiles * cta.key_tiles * ACCUMULATORS):
+        r.score[i] = f32(0.0)
+    load_queries(cta, 0)
+    load_keys(cta, s, 0, tiles)
+    for d in T.unroll(steps):
+        if d == 0:
+            copy_rows(first)
+        if second is not None:
+            if d == steps // 2:
+                copy_rows(second)
+        for n in T.unroll(tiles):
+            step = T.meta_var(d * tiles + n)
+            if step + 1 < steps * tiles:
+                load_keys(cta, s, step + 1, tiles)
+            if T.And(n == max(tiles - 2, 0), d + 1 < steps):
+                load_queries(cta, d + 1)
+            for m in T.unroll(cta.row_tiles):
+                for h in T.unroll(2):
+                    at = T.meta_var(cta.score(m, n * 2 + h))
+                    left = T.meta_var((d % 2 * cta.row_tiles + m) * LEFT)
+                    right = T.meta_var(step % 2 * PAIR + h * RIGHT)
+                    multiply(cta.dtype, r.score, at, r.left, left, r.right, right)
+
+
+@T.inline
+def weigh(cta, factor, j):
+    """Turn the scores of 16 keys into weights, as a left operand, and sum them before rounding."""
+    r = T.meta_var(cta.registers)
+    for m in T.unroll(cta.row_tiles):
+        for n in T.unroll(2):
+            for h in T.unroll(HALVES):
+                at = T.meta_var(cta.score(m, j * 2 + n, h))
+                i = T.meta_var(m * HALVES + h)
+                for e in T.unroll(2):
+                    r.score[at + e] = cta.hooks.accumulation.weight(
+                        r.score[at + e] * factor, r.reference[i]
+                    )
+                    r.total[i] = r.total[i] + r.score[at + e]
+                pack(cta.dtype, r.left[m * LEFT + n * 2 + h], r.score[at], r.score[at + 1])
+
+
+@T.inline
+def pv(cta, factor, s):
+    """Weigh the scores, and multiply them with the values of a block."""
+    r = T.meta_var(cta.registers)
+    steps = T.meta_var(cta.tile.block // DEPTH)
+    tiles = T.meta_var(cta.value_tiles // 2)
+    load_values(cta, s, 0, tiles)
+    for j in T.unroll(steps):
+        weigh(cta, factor, j)
+        for n in T.unroll(tiles):
+            step = T.meta_var(j * tiles + n)
+            if step + 1 < steps * tiles:
+                load_values(cta, s, step + 1, tiles)
+            for m in T.unroll(cta.row_tiles):
+                for h in T.unroll(2):
+                    at = T.meta_var(cta.out(m, n * 2 + h))
+                    right = T.meta_var(step % 2 * PAIR + h * RIGHT)
+                    multiply(cta.dtype, r.out, at, r.left, m * LEFT, r.right, right)

@@ -1,0 +1,46 @@
+"""What a warp keeps in registers: fragments of scores and outputs, and the state of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, LEFT, RIGHT
+from tvm_attn.schedules.primitives.shapes import COLUMNS
+from tvm_attn.schedules.tiles_cuda import CudaTile
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Registers of a lane; its row ``i`` is half ``i % 2`` of the warp's row tile ``i // 2``.
+
+    ``score, out`` are float32 accumulators; ``left, right`` operands, of one step and the next;
+    ``reference, total, best, scale`` are float32, one for each of the lane's rows.
+    """
+
+    score: Any
+    out: Any
+    left: Any
+    right: Any
+    reference: Any
+    total: Any
+    best: Any
+    scale: Any
+
+    @staticmethod
+    def allocate(tile: CudaTile, dim_vo: int) -> Registers:
+        """Allocate the registers of a lane."""
+        rows = HALVES * tile.row_tiles
+        scores, outs = (
+            tile.row_tiles * columns // COLUMNS * ACCUMULATORS for columns in (tile.block, dim_vo)
+        )
+        state = ("reference", "total", "best", "scale")
+        return Registers(
+            score=T.alloc_local((scores,), "float32"),
+            out=T.alloc_local((outs,), "float32"),
+            left=T.alloc_local((2 * tile.row_tiles * LEFT,), "uint32"),
+            right=T.alloc_local((2 * HALVES * RIGHT,), "uint32"),
+            **{name: T.alloc_local((rows,), "float32") for name in state},
+        )

@@ -1,0 +1,172 @@
+"""Tiles in shared memory, and asynchronous copies of rows into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WORD_BYTES, pitch
+from tvm_attn.tir.signature import itemsize
+
+Expr = Any
+
+
+def shared_address(buffer: Any) -> Expr:
+    """Return the 32-bit address of a buffer in shared memory, in a register."""
+    address = T.alloc_local((1,), "uint32")
+    T.buffer_store(address, T.cuda.cvta_generic_to_shared(buffer.ptr_to([0])), [0])
+    return address[0]
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """A tile of ``rows x columns`` in shared memory, in `stages` copies.
+
+    Parameters
+    ----------
+    buffer : Buffer
+        One-dimensional.
+    origin : Expr
+        Address of its first element in shared memory, uint32.
+    rows, columns, stages : int
+        Shape.
+    dtype : str
+        Of the elements.
+    """
+
+    buffer: Any
+    origin: Expr
+    rows: int
+    columns: int
+    stages: int
+    dtype: str
+
+    @staticmethod
+    def allocate(pool: Any, rows: int, columns: int, dtype: str, stages: int = 1) -> SharedTile:
+        """Allocate a tile in a pool of shared memory."""
+        size = SharedTile.elements(rows, columns, dtype, stages)
+        buffer = pool.alloc((size,), dtype, align=128)
+        return SharedTile(buffer, shared_address(buffer), rows, columns, stages, dtype)
+
+    @staticmethod
+    def elements(rows: int, columns: int, dtype: str, stages: int = 1) -> int:
+        """Elements that such a tile takes."""
+        return stages * rows * pitch(columns, dtype)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a chunk."""
+        return CHUNK_BYTES // itemsize(self.dtype)
+
+    def index(self, stage: Expr, row: Expr, column: Expr) -> Expr:
+        """Index of an element in the buffer."""
+        return (stage * self.rows + row) * pitch(self.columns, self.dtype) + column
+
+    def element(self, stage: Expr, row: Expr, column: Expr) -> Expr:
+        """Read an element."""
+        return self.buffer[self.index(stage, row, column)]
+
+    def pointer(self, stage: Expr, row: Expr, column: Expr) -> Expr:
+        """Address of an element in shared memory."""
+        offset = self.index(stage, row, column) * itemsize(self.dtype)
+        return self.origin + tirx.Cast("uint32", offset)
+
+
+def copy_chunk(destination: Expr, source: Expr, is_valid: Expr) -> Expr:
+    """Begin to copy 16 bytes to shared memory, or to zero them."""
+    size = T.Select(is_valid, T.uint32(CHUNK_BYTES), T.uint32(0))
+    return T.ptx["cp.async.cg.shared.global.L2::128B"](destination, source, CHUNK_BYTES, size)
+
+
+def copy_word(destination: Expr, source: Expr) -> Expr:
+    """Begin to copy 4 bytes to shared memory."""
+    return T.ptx["cp.async.ca.shared.global"](destination, source, WORD_BYTES)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of rows of a strided tensor to a tile, in turns: each thread copies a chunk a turn.
+
+    Parameters
+    ----------
+    tile : SharedTile
+        Where to.
+    stage : Expr
+        Which of its copies.
+    source : Buffer
+        Where from; rows are contiguous.
+    place : callable
+        From a row of the tile to the offset of its row in the source, in elements; below 0 if there
+        is none: it becomes 0.
+    thread : Expr
+        0..`threads`.
+    threads : int
+        Threads that take part.
+    """
+
+    tile: SharedTile
+    stage: Expr
+    source: Any
+    place: Callable[[Expr], Expr]
+    thread: Expr
+    threads: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row."""
+        return self.tile.columns // self.tile.chunk
+
+    @property
+    def total(self) -> int:
+        """Chunks of all rows."""
+        return self.tile.rows * self.chunks
+
+    @property
+    def turns(self) -> int:
+        """How often every thread copies a chunk."""
+        return -(-self.total // self.threads)
+
+    def row(self, turn: Expr) -> Expr:
+        """Row that this thread copies in a turn."""
+        return tirx.floordiv(turn * self.threads + self.thread, self.chunks)
+
+    def column(self, turn: Expr) -> Expr:
+        """First column of the chunk that this thread copies in a turn."""
+        return tirx.floormod(turn * self.threads + self.thread, self.chunks) * self.tile.chunk
+
+    def is_mine(self, turn: Expr) -> Expr:
+        """Whether this thread copies anything in a turn."""
+        if self.total % self.threads == 0:
+            return tirx.const(True, "bool")
+        return turn * self.threads + self.thread < self.total
+
+
+@T.inline
+def copy_rows(copy):
+    """Begin to copy rows: all addresses are known before the first copy begins."""
+    places = T.alloc_local((copy.turns,), "int64")
+    for i in T.unroll(copy.turns):
+        if copy.is_mine(i):
+            places[i] = copy.place(copy.row(i))
+    for i in T.unroll(copy.turns):
+        if copy.is_mine(i):
+            origin = T.meta_var([0] * (len(copy.source.shape) - 1))
+            copy_chunk(
+                copy.tile.pointer(copy.stage, copy.row(i), copy.column(i)),
+                copy.source.ptr_to([*origin, places[i] + copy.column(i)]),
+                T.Cast("int32", T.shift_right(places[i], T.int64(32))) != -1,
+            )
+
+
+def commit_copies() -> Expr:
+    """Close the group of copies begun since the last."""
+    return T.ptx.cp.async_.commit_group()
+
+
+def wait_for_copies() -> Expr:
+    """Wait for all of this thread's copies."""
+    return T.ptx.cp.async_.wait_group(0)

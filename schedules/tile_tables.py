@@ -1,0 +1,119 @@
+"""Why a kernel has the tiles that it has, as tables for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_attn.schedules.tiles import cpu_tiles
+from tvm_attn.schedules.tiles_cuda import (
+    FAMILIES,
+    FULL_BLOCK,
+    REGISTER_LIMIT,
+    Candidate,
+    Kind,
+    Rank,
+    candidates,
+    tiles_to_try,
+)
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import Arch, BuildTarget
+
+WORSE = {
+    "has_full_blocks": f"blocks under {FULL_BLOCK} keys",
+    "row_tiles": "fewer rows of a warp",
+    "rows": "fewer rows on an SM",
+    "warps": "fewer warps on an SM",
+    "stages": "no block copied ahead",
+    "block": "shorter blocks",
+    "residents": "fewer CTAs on an SM",
+}
+"""What to call it where a tile has less of something in `Rank` than the best one."""
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """A title, the names of columns, and rows of as many cells."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tile_tables(
+    spec: AttentionSpec, target: BuildTarget, makes: tuple[bool, bool] = (False, False)
+) -> list[TileTable]:
+    """Return the tiles of a CPU, or for a GPU all that were considered, and what became of each.
+
+    Parameters
+    ----------
+    spec, target, makes
+        As in `tvm_attn.schedules.tiles_cuda.cuda_tiles`.
+    """
+    if target.arch is None:
+        return [_of_cpu(spec, target)]
+    return [_limits(target.arch), *(_of_family(spec, target, f, makes) for f in FAMILIES)]
+
+
+def _of_cpu(spec: AttentionSpec, target: BuildTarget) -> TileTable:
+    columns = (
+        *("family", "query rows", "KV block", "overhead (blocks)"),
+        *("vectors of", "lanes", "rows x keys in registers", "rows x dims in registers"),
+    )
+    rows = tuple(
+        (
+            *(tile.family, str(tile.rows), str(tile.block), str(tile.overhead)),
+            *(tile.vector, str(tile.lanes), _product(tile.qk), _product(tile.pv)),
+        )
+        for tile in cpu_tiles(spec, target)
+    )
+    return TileTable(f"{target}", columns, rows)
+
+
+def _limits(arch: Arch) -> TileTable:
+    return TileTable(
+        f"limits of {arch.name}",
+        ("of", "shared bytes", "registers", "threads"),
+        (
+            ("a thread", "", str(REGISTER_LIMIT), ""),
+            (
+                *("a CTA", f"{arch.shared_memory_per_block:,}"),
+                *(f"{arch.registers_per_block:,}", f"{arch.max_threads_per_block:,}"),
+            ),
+            (
+                *("an SM (multiprocessor)", f"{arch.shared_memory_per_sm:,}"),
+                *(f"{arch.registers_per_block:,}", f"{arch.max_threads_per_sm:,}"),
+            ),
+        ),
+    )
+
+
+def _of_family(
+    spec: AttentionSpec, target: BuildTarget, family: Kind, makes: tuple[bool, bool]
+) -> TileTable:
+    columns = ("rows x keys", "warps", "stages", "CTAs/SM", "shared bytes", "registers", "try", "")
+    tries = tiles_to_try(spec, target, family, makes)
+    rows = []
+    for one in candidates(spec, target, family, makes):
+        number = str(tries.index(one.tile) + 1) if one.tile in tries else ""
+        remark = one.excess or _worse(one.tile.rank(), tries[0].rank()) or "chosen"
+        rows.append((*_figures(one), number, remark))
+    title = f"{family} family, the best first (registers are estimates: should some spill, the next"
+    return TileTable(f"{title} try is made)", columns, tuple(rows))
+
+
+def _figures(one: Candidate) -> tuple[str, ...]:
+    tile = one.tile
+    return (
+        *(_product((tile.rows, tile.block)), str(tile.warps), str(tile.stages)),
+        *("" if one.excess else str(tile.residents), f"{one.shared_bytes:,}", str(one.registers)),
+    )
+
+
+def _worse(rank: Rank, best: Rank) -> str:
+    """Name the most important thing that a tile has less of than the best; empty if nothing."""
+    less = (WORSE[name] for name in Rank._fields if getattr(rank, name) < getattr(best, name))
+    return next(less, "")
+
+
+def _product(sizes: tuple[int, int]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,121 @@
+"""Compiling shipped kernels for an architecture that this machine need not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm_attn.codegen import cuda
+from tvm_attn.codegen.children import Child
+from tvm_attn.codegen.compilers import CudaCompiler, find_nvcc, find_nvrtc
+from tvm_attn.codegen.resources import Resources
+from tvm_attn.errors import CompileError
+from tvm_attn.schedules import sm80
+from tvm_attn.schedules.tiles_cuda import FAMILIES, CudaTile, tiles_to_try
+from tvm_attn.shipped import Configuration
+from tvm_attn.target import parse_target
+from tvm_attn.tir.hooks import Hooks
+
+FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
+ATTENTION = {"sm80": sm80.attention}
+"""What generates a kernel, by schedule."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A query tile of a configuration: the best one, and those for when its registers spill."""
+
+    configuration: Configuration
+    tiles: Sequence[CudaTile]
+
+    def compile(self, compilers: Iterable[CudaCompiler]) -> list[Outcome]:
+        """Compile it with each compiler, as `build` does: the first tile that does not spill."""
+        generated: dict[CudaTile, cuda.Generated] = {}
+        return [self._compile(compiler, generated) for compiler in compilers]
+
+    def _compile(
+        self, compiler: CudaCompiler, generated: dict[CudaTile, cuda.Generated]
+    ) -> Outcome:
+        arch = parse_target(self.configuration.target).arch
+        assert arch is not None
+        outcome = Outcome(self, self.tiles[0], compiler.kind)
+        for tile in self.tiles:
+            try:
+                if tile not in generated:
+                    generated[tile] = self._generate(tile)
+                source = generated[tile].device.source
+                done = cuda.compile_source(compiler, "attention", source, arch)
+                [used] = cuda.measure(generated[tile], done.report, arch).values()
+                outcome = Outcome(self, tile, compiler.kind, used)
+            except CompileError as error:
+                return Outcome(self, tile, compiler.kind, error=str(error))
+            if not used.spills:
+                break
+        return outcome
+
+    def _generate(self, tile: CudaTile) -> cuda.Generated:
+        attention = ATTENTION[self.configuration.schedule]
+        try:
+            hooks = Hooks(self.configuration.make_variant())
+            function = attention(self.configuration.spec, hooks, tile, "attention")
+        except Exception as error:
+            raise CompileError(f"{self} cannot be generated: {error}") from error
+        target = parse_target(self.configuration.target)
+        return cuda.generate({"attention": function}, target, "tirx")
+
+    def __str__(self) -> str:
+        """Return a line that names it."""
+        return f"{self.configuration} {self.tiles[0].family}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of compiling a kernel: what it uses, or an error."""
+
+    kernel: Kernel
+    tile: CudaTile
+    compiler: str
+    used: Resources | None = None
+    error: str = ""
+
+    @property
+    def residents(self) -> int:
+        """CTAs that a multiprocessor holds."""
+        arch = parse_target(self.kernel.configuration.target).arch
+        assert arch is not None
+        return 0 if self.used is None else self.used.residents(arch)
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong: an error, spills, a stack, or fewer CTAs than the tile is for."""
+        wanted = self.tile.residents
+        if self.used is None:
+            wrong = self.error
+        elif self.used.spills:
+            wrong = self.used.spills
+        elif self.residents < wanted:
+            wrong = f"{self.residents} CTAs fit, not {wanted}: {self.used}"
+        else:
+            return ""
+        return f"{self.kernel} by {self.compiler}: {wrong}"
+
+
+def kernels(configuration: Configuration) -> list[Kernel]:
+    """Return a kernel for each query tile of a configuration."""
+    variant = configuration.make_variant()
+    makes = (variant.key_transform is not None, variant.value_transform is not None)
+    target = parse_target(configuration.target)
+    return [
+        Kernel(configuration, tiles_to_try(configuration.spec, target, family, makes))
+        for family in FAMILIES
+    ]
+
+
+def compile_kernels(wanted: Sequence[Kernel], compilers: Sequence[CudaCompiler]) -> list[Outcome]:
+    """Compile kernels one after the other, in a process of their own."""
+
+    def work(_: object) -> list[Outcome]:
+        return [outcome for kernel in wanted for outcome in kernel.compile(compilers)]
+
+    with Child("shipped kernels", work) as child:
+        return child.result()

@@ -1,0 +1,362 @@
+"""Kernels for a GPU from spec to artifact: built once, cached by compiler, read and dumped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tvm_attn as ta
+from tests.test_artifacts import rewritten
+from tvm_attn import cli, env, pipeline, variants
+from tvm_attn.codegen import compilers, kernels
+from tvm_attn.codegen.compilers import CudaCompiler, find_compiler
+from tvm_attn.codegen.kernels import Kernels
+from tvm_attn.errors import CompileError, TargetError
+from tvm_attn.runtime import disassembly
+from tvm_attn.runtime.artifact import read_artifact
+from tvm_attn.schedules import sm80
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.variant import AttentionVariant
+
+SPEC = AttentionSpec(2, 2, 64, page_size=None)
+TARGET = "cuda -arch=sm_80"
+NAMES = ("attention_short", "attention_long")
+TEXTS = ("tir.py", "scheduled.py", "source.cu", "kernel.ptx", "ptxas.txt")
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no CUDA compiler")
+
+
+def build(spec: AttentionSpec = SPEC, target: str = TARGET, **options: Any) -> ta.AttentionModule:
+    return ta.build(spec, variants.causal(), target, **options)
+
+
+@dataclass
+class Cache:
+    """A cache that holds `SPEC`, what was dumped when it was built, and what is compiled since."""
+
+    folder: Path
+    dump: Path
+    compiled: list[str] = field(default_factory=list)
+
+    @property
+    def kernel(self) -> Path:
+        [path] = self.folder.glob("attention-*.tar")
+        return path
+
+
+@dataclass(frozen=True)
+class Built:
+    """A folder with a cache and a dump, the kernels in it, and the stages of the build."""
+
+    folder: Path
+    made: list[Kernels]
+    stages: list[str]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Build `SPEC` once, in a cache of its own."""
+    pipeline.forget_loaded()
+    built = Built(tmp_path_factory.mktemp("built"), [], [])
+    cuda_kernels = kernels.cuda_kernels
+
+    def make(*arguments: Any) -> Kernels:
+        built.made.append(cuda_kernels(*arguments))
+        return built.made[0]
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        env.override(env.CACHE_DIR, built.folder / "cache"),
+        env.override(env.DUMP, built.folder / "dump"),
+    ):
+        patch.setattr(kernels, "cuda_kernels", make)
+        build(progress=built.stages.append)
+    return built
+
+
+@pytest.fixture
+def cache(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
+    """A copy of that cache, nothing of it loaded, and a compiler that makes the same code again."""
+    shutil.copytree(built.folder, tmp_path, dirs_exist_ok=True)
+    cache = Cache(tmp_path / "cache", tmp_path / "dump")
+
+    def make(names: list[str], *_: object) -> Kernels:
+        cache.compiled += names
+        return built.made[0]
+
+    monkeypatch.setattr(kernels, "cuda_kernels", make)
+    monkeypatch.setenv(env.CACHE_DIR.name, str(cache.folder))
+    pipeline.forget_loaded()
+    yield cache
+    pipeline.forget_loaded()
+
+
+# What a kernel is
+
+
+def test_a_kernel_says_what_it_is(cache: Cache) -> None:
+    module = build()
+    meta = read_artifact(cache.kernel).meta
+    assert (meta["device"], meta["target"], meta["cpu_flags"]) == ("cuda", TARGET, [])
+    assert (module.device, module.backend, module.target) == ("cuda", "sm80", TARGET)
+    assert [family["name"] for family in meta["families"]] == ["short", "long"]
+    assert all(family["residents"] >= 1 for family in meta["families"])
+    assert tuple(module.resources["kernels"]) == tuple(meta["resources"]) == NAMES
+    for name, used in meta["resources"].items():
+        assert not used["stack"] and not used["spill_stores"] and not used["spill_loads"]
+        assert f"{name}: {used['registers']} registers" in str(module)
+
+
+def test_a_kernel_can_be_read(cache: Cache) -> None:
+    module = build()
+    for name in NAMES:
+        assert f"def {name}(" in module.tir and f"def {name}(" in module.scheduled
+        assert f"{name}_kernel(" in module.source
+        assert f".entry {name}_kernel(" in module.ptx
+        assert f"{name}_kernel" in module.sass
+    assert "HMMA" in module.sass and "mma.sync" in module.ptx
+
+
+def test_a_kernel_for_a_gpu_is_read_without_tvm_and_compilers(
+    cache: Cache, tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    path = tmp_path / "attention.tar"
+    build().export(path)
+    printed = run_python(
+        f"""
+        import subprocess, torch, tvm_attn
+        subprocess.Popen = None
+        module = tvm_attn.load({str(path)!r})
+        print(len(module.source), len(module.ptx), len(module.tir))
+        print(module.plan([0, 3], [0, 500]).num_items > 0)
+        print([name for name in sys.modules if name.split(".")[0] == "tvm"])
+        """,
+        without_tvm=True,
+        env={"PATH": "", "CUDA_HOME": "", "CUDA_PATH": ""},
+    )
+    module = build()
+    lengths = f"{len(module.source)} {len(module.ptx)} {len(module.tir)}"
+    assert printed.splitlines() == [lengths, "True", "[]"]
+
+
+def test_damage_to_device_code_is_seen(cache: Cache, tmp_path: Path) -> None:
+    path = tmp_path / "attention.tar"
+    build().export(path)
+    rewritten(path, {"attention/attention_long.device": lambda code: code[:-1] + b"?"})
+    with pytest.raises(ta.errors.ArtifactError, match="damaged"):
+        ta.load(path)
+
+
+def test_the_stages_of_a_build_are_reported(built: Built) -> None:
+    assert built.stages == [f"{name}: {text}" for name in NAMES for text in TEXTS]
+
+
+def test_a_dump_has_every_phase_of_every_kernel(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build()
+    dumped = {path.relative_to(cache.dump).parts for path in cache.dump.rglob("*.*")}
+    [key] = {parts[0] for parts in dumped}
+    assert dumped == {(key, name, text) for name in NAMES for text in (*TEXTS, "kernel.sass")}
+    texts = [(cache.dump / key / name / "source.cu").read_text() for name in NAMES]
+    assert module.source == "\n".join(texts)
+    monkeypatch.setattr(disassembly, "_disassembler", lambda: None)
+    with env.override(env.DUMP, cache.dump / "again"):
+        build()
+    assert len(list(cache.dump.glob("again/*/*/kernel.ptx"))) == 2
+    assert not list(cache.dump.glob("again/*/*/kernel.sass"))
+
+
+# Schedules, and what is refused
+
+
+def test_schedules_belong_to_targets(cache: Cache) -> None:
+    assert build(schedule="sm80").backend == "sm80"
+    assert not cache.compiled, "the library's choice and the same by name are one kernel"
+    with pytest.raises(TargetError, match=r"schedule='cpu' is no backend .*'sm80', or None"):
+        build(schedule="cpu")
+    with pytest.raises(TargetError, match=r"schedule='sm80' is no backend .*'cpu', or None"):
+        build(target="llvm", schedule="sm80")
+
+
+def test_a_hook_that_cannot_be_traced_shows_its_line() -> None:
+    wrong = AttentionVariant(mask=lambda ctx: ctx.no_such_field, name="wrong")
+    with pytest.raises(CompileError, match=r"variant 'wrong': its mask.*no_such_field") as raised:
+        ta.build(SPEC, wrong, TARGET)
+    assert "wrong = AttentionVariant(mask=lambda ctx: ctx.no_such_field" in str(raised.value)
+
+
+def test_a_kernel_that_cannot_be_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a tile without rows")
+
+    monkeypatch.setattr(sm80, "attention", fail)
+    words = r"variant 'causal & alibi': attention_short cannot be generated: ZeroDivisionError: a t"
+    with pytest.raises(CompileError, match=words) as raised:
+        ta.build(SPEC, variants.causal() & variants.alibi(), TARGET)
+    assert "in fail" in str(raised.value.__cause__.__cause__), "the child's traceback is there"
+
+
+def test_a_compiler_that_refuses(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Kernels:
+        raise CompileError("nvcc-13.0 cannot compile attention_long for sm_80: no reason")
+
+    monkeypatch.setattr(kernels, "cuda_kernels", refuse)
+    with pytest.raises(CompileError, match=r"variant 'causal & alibi': nvcc-13\.0 cannot"):
+        ta.build(SPEC, variants.causal() & variants.alibi(), TARGET)
+    assert len(list(cache.folder.glob("attention-*.tar"))) == 1
+
+
+# The cache
+
+
+def test_what_is_cached_is_not_built_again(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(), find_compiler()
+    pipeline.forget_loaded()
+    monkeypatch.setattr(subprocess, "Popen", None)  # nor is a compiler asked for its version
+    build()
+    build(replace(SPEC, num_qo_heads=6, num_kv_heads=6))
+    assert not cache.compiled
+    build(target="sm_86")
+    assert cache.compiled == list(NAMES)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+def test_a_damaged_file_is_built_again(cache: Cache, damage: str) -> None:
+    path = cache.kernel
+    whole = path.read_bytes()
+    damaged = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "changed": whole[:90_000] + bytes(100) + whole[90_100:],
+    }[damage]
+    path.write_bytes(damaged)
+    build()
+    assert cache.compiled == list(NAMES)
+    assert path.read_bytes() == whole
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Have compilers of these versions and no others."""
+    for kind in ("nvcc", "nvrtc"):
+        version = versions.get(kind)
+        compiler = CudaCompiler(kind, version, Path()) if version else None
+        monkeypatch.setattr(compilers, f"find_{kind}", lambda compiler=compiler: compiler)
+
+
+def test_compilers_have_kernels_of_their_own(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, versions in enumerate(({"nvcc": "13.9.1"}, {"nvrtc": "13.9.1"}, {"nvcc": "14.0"})):
+        found(monkeypatch, **versions)
+        for _ in range(2):
+            pipeline.forget_loaded()
+            build()
+        assert cache.compiled == [*NAMES] * (number + 1)
+    labels = {path.name.rsplit("-", 1)[0] for path in cache.folder.glob("attention-*.tar")}
+    assert labels >= {"attention-nvcc-13.9.1", "attention-nvrtc-13.9.1", "attention-nvcc-14.0"}
+
+
+def test_what_is_cached_needs_no_compiler(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch)
+    build()
+    assert not cache.compiled
+    build(target="sm_86")
+    assert cache.compiled, "whether there is a compiler is asked where it is needed"
+
+
+def test_many_kernels(cache: Cache) -> None:
+    lines: list[str] = []
+    jobs = [(SPEC, variants.causal(), target) for target in ("sm_80", "sm_86", "sm_90")]
+    modules = ta.build_many(jobs, progress=lines.append)
+    assert [module.target for module in modules] == [
+        *("cuda -arch=sm_80", "cuda -arch=sm_86", "cuda -arch=sm_90a")
+    ]
+    assert [line.split()[0] for line in lines] == ["1/3", "2/3", "3/3"]
+
+
+BUILD = """
+import sys
+import tvm_attn as ta
+from tvm_attn import _compat
+_compat.import_tvm()
+print("ready", flush=True)
+sys.stdin.readline()
+spec = ta.AttentionSpec(2, 2, 64, page_size=None)
+module = ta.build(spec, ta.variants.causal(), "cuda -arch=sm_80")
+print(len(module.source), sorted(module.resources["kernels"]))
+"""
+
+
+def test_two_processes_compile_a_kernel_once(tmp_path: Path, root: Path) -> None:
+    variables = {**os.environ, env.CACHE_DIR.name: str(tmp_path), env.LOG.name: "info"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD],
+            cwd=root,
+            env=variables,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    results = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert results[0][0] == results[1][0] and "attention_long" in results[0][0]
+    log = "".join(err for _, err in results)
+    assert sorted(re.findall(r"building (\w+)-", log)) == ["attention", "planner"], log
+    assert len(list(tmp_path.glob("*.tar"))) == 2
+
+
+# The command line
+
+OPTIONS = ["--num-qo-heads", "2", "--num-kv-heads", "2", "--head-dim", "64", "--page-size", "0"]
+
+
+@pytest.mark.parametrize("what", ["tir", "scheduled", "source", "ptx", "sass", "resources"])
+def test_show(cache: Cache, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OPTIONS, "--dtype", "float16", "--variant", "causal", "--target", TARGET]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["show", what, *options])
+    assert not stopped.value.code
+    printed = capsys.readouterr().out
+    shown = getattr(build(), what)
+    assert printed == (shown if isinstance(shown, str) else json.dumps(shown, indent=2)) + "\n"
+    assert not cache.compiled
+
+
+def test_build_and_clear(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OPTIONS, "--dtype", "float16", "--variant", "causal", "--target", TARGET]
+    failed = cache.folder / env.FAILED / "attention_long-0123456789ab.cu"
+    failed.parent.mkdir()
+    failed.write_text("int broken")
+    for command in (["build", *options], ["cache", "list"], ["cache", "clear"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(command)
+        assert not stopped.value.code
+    printed = capsys.readouterr().out
+    assert "attention_short: " in printed and "2 kernels deleted" in printed
+    assert cache.compiled == []
+    assert not [path for path in cache.folder.rglob("*") if path.is_file()]
+
+
+def test_the_disassembler_of_the_wheel_is_installed_with_the_extra() -> None:
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("the extra is not installed")
+    assert disassembly._disassembler()[0].endswith(disassembly.WHEEL)

@@ -1,0 +1,146 @@
+"""What the pipeline's parts are made of: a planner, and kernels for every query tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tvm_attn._host import CPUINFO_FLAGS
+from tvm_attn.codegen.phases import Phases
+from tvm_attn.runtime.artifact import Artifact
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget, portable_host
+from tvm_attn.variant import AttentionVariant
+
+
+def query_tiles(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
+) -> dict[str, list[Any]]:
+    """Return the query tiles of a kernel by symbol, the best first."""
+    families: list[list[Any]]
+    if target.arch:
+        from tvm_attn.schedules.tiles_cuda import FAMILIES, tiles_to_try
+
+        makes = _makes(variant)
+        families = [tiles_to_try(spec, target, family, makes) for family in FAMILIES]
+    else:
+        from tvm_attn.schedules.tiles import cpu_tiles
+
+        families = [[tile] for tile in cpu_tiles(spec, target)]
+    return {f"attention_{tiles[0].family}": tiles for tiles in families}
+
+
+def explain_tiles(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> list[Any]:
+    """Return tables of the query tiles that there are to choose from; see `tile_tables`."""
+    from tvm_attn.schedules.tile_tables import tile_tables
+
+    return list(tile_tables(spec, target, _makes(variant)))
+
+
+def compile_functions(
+    name: str, functions: Mapping[str, Any], target: BuildTarget, dialect: str = "s_tir"
+) -> Artifact:
+    """Compile functions for a CPU or a GPU."""
+    from tvm_attn.codegen.cuda import compile_cuda
+    from tvm_attn.codegen.host import compile_host
+    from tvm_attn.codegen.kernels import warn_of_spills
+
+    if target.arch is None:
+        host = compile_host(functions, target)
+        return Artifact({"name": name}, {name: host.library}, {"source.ll": host.source})
+    code = compile_cuda(functions, target, dialect=dialect)
+    warn_of_spills(code.resources)
+    return Artifact(
+        {"name": name, "resources": code.resources},
+        {name: code.library},
+        {"source.cu": code.source, "kernel.ptx": code.ptx},
+        {name: {name: code.device}},
+    )
+
+
+def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
+    """Compile the planner, for hosts unknown."""
+    from tvm_attn.tir.planner import batch_planner, work_planner
+
+    functions = {
+        "plan_batch": batch_planner(spec.is_paged),
+        "plan_work": work_planner(hooks.key_positions, hooks.parameters(at="plan")),
+    }
+    return compile_functions("planner", functions, portable_host())
+
+
+def generate_kernel(
+    spec: AttentionSpec, hooks: Any, target: BuildTarget, phases: Phases
+) -> Artifact:
+    """Definition -> schedule -> code, for every query tile."""
+    from tvm_attn.codegen.kernels import cpu_kernels, cuda_kernels, residents
+    from tvm_attn.schedules import cpu
+    from tvm_attn.tir.attention import attention
+
+    ranked = query_tiles(spec, hooks.variant, target)
+
+    def define(name: str, tile: Any) -> Any:
+        return attention(spec, hooks, rows=tile.rows, block=tile.block, name=name)
+
+    if target.arch is None:
+        tiles = {name: best for name, [best] in ranked.items()}
+        made = cpu_kernels(
+            list(tiles),
+            lambda name: define(name, tiles[name]),
+            lambda name, defined: _function(cpu.schedule(defined, tiles[name]).mod),
+            target,
+            phases,
+        )
+        shares = dict.fromkeys(tiles, 1)
+    else:
+        from tvm_attn.schedules import sm80
+
+        def way(name: str, tile: Any) -> Any:
+            return partial(define, name, tile), partial(sm80.attention, spec, hooks, tile, name)
+
+        ways = {name: [way(name, tile) for tile in best] for name, best in ranked.items()}
+        made, chosen = cuda_kernels(ways, target, phases)
+        tiles = {name: best[chosen[name]] for name, best in ranked.items()}
+        shares = {
+            name: residents(name, used, tiles[name].residents, target.arch)
+            for name, used in made.resources.items()
+        }
+    return Artifact(
+        {
+            **_facts(hooks, target),
+            "families": [
+                {
+                    **{"name": t.family, "rows": t.rows, "block": t.block},
+                    **{"overhead": t.overhead, "residents": shares[name]},
+                }
+                for name, t in tiles.items()
+            ],
+            "resources": made.resources,
+        },
+        {"attention": made.library},
+        made.texts,
+        {"attention": made.devices} if made.devices else {},
+    )
+
+
+def _makes(variant: AttentionVariant) -> tuple[bool, bool]:
+    """Whether a variant transforms keys, and values."""
+    return variant.key_transform is not None, variant.value_transform is not None
+
+
+def _facts(hooks: Any, target: BuildTarget) -> dict[str, Any]:
+    """Return what the runtime has to know of a variant and a target."""
+    features = () if target.arch else target.features
+    return {
+        "use_softmax": hooks.variant.use_softmax,
+        "target": target.key(),
+        "device": "cuda" if target.arch else "cpu",
+        "cpu_flags": sorted(CPUINFO_FLAGS[f] for f in features if f in CPUINFO_FLAGS),
+    }
+
+
+def _function(module: Any) -> Any:
+    """Return the one function of a module."""
+    [function] = module.functions.values()
+    return function
