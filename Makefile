@@ -30,7 +30,7 @@ typecheck: $(VENV)/test.stamp  ## mypy, strict
 	$(BIN)/mypy
 
 pytest: $(VENV)/test.stamp  ## the tests alone, on all cores
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 bench: $(VENV)/cli.stamp  ## measure this machine
 	$(BIN)/tvm-attn bench

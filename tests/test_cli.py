@@ -71,11 +71,30 @@ def test_show_prints_the_text(run: Run, what: str) -> None:
     assert out == getattr(kernel, what) + "\n"
 
 
-def test_show_resources_and_tiles(run: Run) -> None:
+def test_show_resources(run: Run) -> None:
     code, out, _ = run("show", "resources", *SMALL, "--variant", "causal")
     assert code == 0 and json.loads(out)["threads"] >= 1
+
+
+def test_show_tiles_of_this_cpu(run: Run) -> None:
     code, out, _ = run("show", "tiles", *SMALL, "--variant", "causal")
-    assert code == 0 and "short" in out and "long" in out and "query rows" in out
+    assert code == 0
+    title, columns, *rows = out.splitlines()
+    assert title.startswith("llvm -mcpu=") and "query rows" in columns
+    assert [row.split()[0] for row in rows] == ["short", "long"]
+
+
+def test_show_tiles_of_a_gpu_and_why_they_are_chosen(run: Run) -> None:
+    options = ("--head-dim", "256", "--target", "cuda -arch=sm_86")
+    code, out, _ = run("show", "tiles", *options)
+    assert code == 0
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert sum(line.endswith("chosen") for line in lines) == 2
+    [card] = [line for line in lines if line.startswith("a CTA")]
+    assert "101,376" in card and "65,536" in card
+    for reason in ("shorter blocks", "blocks under 32 keys", "too much shared memory"):
+        assert any(line.endswith(reason) for line in lines), reason
+    assert [line for line in lines if line.startswith(("short family", "long family"))]
 
 
 @pytest.mark.parametrize("what", ["ptx", "sass"])
@@ -178,6 +197,7 @@ def test_info_has_versions_machine_and_settings(run: Run, monkeypatch: pytest.Mo
         (["build", "--head-dim", "100"], "SpecError", "head_dim_qk=100"),
         (["build", "--variant", "casual"], "VariantError", "'casual' is none of"),
         (["build", "--target", "sm_1"], "TargetError", "sm_1"),
+        (["show", "tiles", "--dtype", "float32", "--target", "sm_90"], "TargetError", "float32"),
         (["demo", "--requests", "0"], "SpecError", "requests=0"),
         (["plan", "--qo-lens", "1", "--kv-lens", "1,2"], "PlanError", "1 lengths"),
         (["plan", "--qo-lens", "-1", "--kv-lens", "1"], "PlanError", "'-1'"),

@@ -98,3 +98,24 @@ def over_row(value: Expr, lanes: int) -> Expr:
 def store_pair(pointer: Expr, register: Expr) -> Expr:
     """Store a register of two 16-bit elements to global memory."""
     return T.ptx["st.global.b32"](pointer, register)
+
+
+def load_word(register: Expr, pointer: Expr) -> Expr:
+    """Load 4 bytes, aligned, from global memory."""
+    return T.ptx["ld.global.b32"](register, pointer)
+
+
+def load_shared(register: Expr, address: Expr) -> Expr:
+    """Load 4 bytes from shared memory."""
+    return T.ptx["ld.shared.b32"](register, address)
+
+
+def store_shared_pair(address: Expr, low: Expr, high: Expr) -> Expr:
+    """Store 8 bytes to shared memory."""
+    return T.ptx["st.shared.v2.b32"](address, low, high)
+
+
+def byte_as_float(word: Expr, place: Expr, dtype: str) -> Expr:
+    """Return the float8 element that is a byte of a word, as float32."""
+    byte = tirx.Cast("uint8", tirx.shift_right(word, tirx.Cast("uint32", place * 8)))
+    return tirx.Cast("float32", tirx.reinterpret(dtype, byte))

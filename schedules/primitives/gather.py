@@ -11,10 +11,19 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import (
+    byte_as_float,
+    load_shared,
+    pack,
+    store_shared_pair,
+)
 from tvm_attn.schedules.primitives.shared import NOWHERE, SharedTiles
 from tvm_attn.schedules.primitives.staging import Copy, copy_rows
 from tvm_attn.tir.access import to_float
 from tvm_attn.variant import Expr
+
+BYTES_OF_A_WORD = 4
+"""Elements of one byte that are widened together."""
 
 
 def offset(cache: Any, at: Sequence[Expr]) -> Expr:
@@ -99,26 +108,55 @@ def _gather(cta: Cta, tile: Any, places: Any, cache: Any, t: Expr, s: Expr) -> C
 
 
 @T.inline
-def convert(cta, task, ring, operand, element, s, kv0, kv_end):
-    """Make the operand of a block of what was gathered, unless it is that: ``element`` of it."""
-    if operand is not ring:
-        for i in T.serial(ring.rows * ring.columns // cta.tile.threads):
-            row: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // ring.columns
-            d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % ring.columns
-            key = T.meta_var(task.key(T.min(kv0 + row, kv_end - 1)))
-            x = T.meta_var(lambda e: to_float(ring.element(s % ring.stages, row, e)))
-            operand.buffer[operand.index(0, row, d)] = T.Cast(cta.dtype, element(key, x, d))
+def transform(cta, task, ring, operand, element, s, kv0, kv_end):
+    """Make the operand of a block of what was gathered: ``element`` of it."""
+    for i in T.serial(ring.rows * ring.columns // cta.tile.threads):
+        row: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // ring.columns
+        d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % ring.columns
+        key = T.meta_var(task.key(T.min(kv0 + row, kv_end - 1)))
+        x = T.meta_var(lambda e: to_float(ring.element(s % ring.stages, row, e)))
+        operand.buffer[operand.index(0, row, d)] = T.Cast(cta.dtype, element(key, x, d))
+
+
+@T.inline
+def widen(cta, ring, operand, s):
+    """Make the operand of a block of what was gathered: four elements at a time, as they are."""
+    word = T.alloc_local((1,), "uint32")
+    pair = T.alloc_local((2,), "uint32")
+    turns = T.meta_var(ring.rows * ring.columns // BYTES_OF_A_WORD)
+    for i in T.serial(-(-turns // cta.tile.threads)):
+        at: T.let[T.int32] = i * cta.tile.threads + cta.thread
+        row: T.let[T.int32] = at * BYTES_OF_A_WORD // ring.columns
+        d: T.let[T.int32] = at * BYTES_OF_A_WORD % ring.columns
+        if at < turns:
+            load_shared(word[0], ring.pointer(s % ring.stages, row, d))
+            for half in T.unroll(2):
+                low = T.meta_var(byte_as_float(word[0], 2 * half, ring.dtype))
+                high = T.meta_var(byte_as_float(word[0], 2 * half + 1, ring.dtype))
+                pack(cta.dtype, pair[half], low, high)
+            store_shared_pair(operand.pointer(0, row, d), pair[0], pair[1])
+
+
+@T.inline
+def make(cta, task, ring, operand, element, is_transformed, s, kv0, kv_end):
+    """Make the operand of a block, unless it is what was gathered."""
+    if is_transformed:
+        transform(cta, task, ring, operand, element, s, kv0, kv_end)
+    elif operand is not ring:
+        widen(cta, ring, operand, s)
 
 
 @T.inline
 def make_k(cta, task, s, kv0, kv_end):
     """Make the keys of a block, widened and transformed."""
     tiles = T.meta_var(cta.shared)
-    convert(cta, task, tiles.k, tiles.k_operand, cta.scales.key, s, kv0, kv_end)
+    is_transformed = T.meta_var(cta.hooks.variant.key_transform is not None)
+    make(cta, task, tiles.k, tiles.k_operand, cta.scales.key, is_transformed, s, kv0, kv_end)
 
 
 @T.inline
 def make_v(cta, task, s, kv0, kv_end):
     """Make the values of a block, widened and transformed."""
     tiles = T.meta_var(cta.shared)
-    convert(cta, task, tiles.v, tiles.v_operand, cta.scales.value, s, kv0, kv_end)
+    is_transformed = T.meta_var(cta.hooks.variant.value_transform is not None)
+    make(cta, task, tiles.v, tiles.v_operand, cta.scales.value, is_transformed, s, kv0, kv_end)

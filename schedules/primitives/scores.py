@@ -11,6 +11,7 @@ from functools import reduce
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, any_lane, over_row
 from tvm_attn.schedules.primitives.shapes import COLUMNS
@@ -55,12 +56,15 @@ def mask(cta, task, kv0):
     c = T.meta_var(cta.registers.score)
     if T.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)):
         rows = T.meta_var(at_hand(cta, task))
+        bits = T.meta_var(BlockBits.allocate(cta))
+        load_bits(cta, rows, bits, kv0)
         for i in T.unroll(cta.rows):
             for n in T.unroll(cta.key_tiles):
                 for e in T.unroll(2):
                     at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
                     token = T.meta_var(kv0 + n * COLUMNS + cta.lane.column(e))
-                    pair = T.meta_var(rows.pair(i, T.max(T.min(token, rows.end_key - 1), 0)))
+                    key = T.meta_var(T.max(T.min(token, rows.end_key - 1), 0))
+                    pair = T.meta_var(bits.rows(rows, i, n, e).pair(i, key))
                     c[at] = T.Select(
                         cta.hooks.visible(pair, token < rows.end_key),
                         c[at],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tvm import tirx
@@ -84,6 +86,21 @@ class Hooks:
             for variable in self._variables[param.name]
         ]
 
+    def bitmaps(self) -> dict[str, tuple[Any, Any]]:
+        """Return the bits and the row pointers of each bitmap parameter."""
+        return {
+            param.name: (self._variables[param.name][0], self._variables[param.name][1])
+            for param in self.variant.params
+            if param.kind == "bitmap"
+        }
+
+    def reading(self, values: Mapping[str, Expr]) -> Hooks:
+        """Return these hooks with the values that some parameters have where they are traced."""
+        hooks = copy.copy(self)
+        readers = {name: partial(_value, value) for name, value in values.items()}
+        hooks._readers = {**self._readers, **readers}
+        return hooks
+
     def context(self, **fields: Expr) -> Context:
         """Return a context with the given fields."""
         return Context(fields, self._readers)
@@ -150,6 +167,10 @@ class Hooks:
         if self.variant.output_transform is None:
             return o
         return as_float(self.variant.output_transform(ctx, o, lse))
+
+
+def _value(value: Expr, _: Context) -> Expr:
+    return value
 
 
 def read_bit(bits: Any, indptr: Any, ctx: Context) -> Expr:

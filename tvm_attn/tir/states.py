@@ -11,6 +11,8 @@ from tvm_attn.variant import Expr
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+LEAST_NORMAL = 2.0**-126
+"""Smallest float32 whose bits are an exponent and a mantissa."""
 
 
 def f32(value: float) -> Expr:
@@ -96,7 +98,7 @@ class OnlineSoftmax:
         mantissa = tirx.bitwise_or(tirx.bitwise_and(bits, 0x7FFFFF), 0x3F800000)
         whole = reference + tirx.Cast("float32", exponent)
         lse = whole + tirx.log2(tirx.reinterpret("float32", mantissa))
-        is_usual = tirx.And(total > f32(0.0), total < f32(math.inf))
+        is_usual = tirx.And(total >= f32(LEAST_NORMAL), total < f32(math.inf))
         return tirx.Select(is_usual, lse, reference + tirx.log2(total))
 
 

@@ -36,7 +36,8 @@ def seen_by_all(
 ) -> Range:
     """Return keys (indices) that the mask surely hides from none of the rows.
 
-    None where that cannot be told: for a mask that reads arrays, say, or multiplies positions.
+    None where that cannot be told: for a mask that looks keys up in an array, say, or multiplies
+    positions.
 
     Parameters
     ----------

@@ -1,0 +1,52 @@
+"""CUDA kernels as they are generated: nothing is compiled, no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tvm_attn import _compat
+from tvm_attn.codegen import cuda
+from tvm_attn.codegen.children import Child
+from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget
+from tvm_attn.variant import AttentionVariant
+
+
+@dataclass(frozen=True)
+class GeneratedKernel:
+    """A kernel's source, and what a launch of it asks for."""
+
+    source: str
+    threads: int
+    shared_bytes: int
+
+    @property
+    def body(self) -> str:
+        """The kernel alone, without what every source begins with."""
+        return re.split(r'extern "C" __global__', self.source)[-1]
+
+
+def generate_kernel(
+    spec: AttentionSpec, variant: AttentionVariant, tile: CudaTile, target: BuildTarget
+) -> GeneratedKernel:
+    """Generate attention with tensor cores, in a process of its own."""
+    _compat.import_tvm()
+
+    def work(_: object) -> GeneratedKernel:
+        from tvm_attn.schedules import sm80
+        from tvm_attn.tir.hooks import Hooks
+
+        function = sm80.attention(spec, Hooks(variant), tile)
+        generated = cuda.generate({"attention": function}, target, "tirx")
+        [launch] = generated.launches.values()
+        return GeneratedKernel(
+            generated.device.source,
+            int(launch["threadIdx.x"]),
+            int(launch["tirx.use_dyn_shared_memory"]),
+        )
+
+    with Child("a kernel", work) as child:
+        result: GeneratedKernel = child.result()
+        return result

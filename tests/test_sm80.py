@@ -1,0 +1,100 @@
+"""The kernel with ``mma.sync``, as it is written: the phases of the definition, by name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+
+from tvm_attn.schedules import sm80
+from tvm_attn.tir.attention import PHASES
+
+PRIMITIVES = "tvm_attn.schedules.primitives."
+NAMES = {"merge": "merge_unit"}
+"""Phases that have another name here."""
+GATHERS = {"gather_k": "qk", "gather_v": "pv"}
+"""Copies of a block, and what they have to be begun before."""
+ONCE = ("load_q", "store_state", "merge_unit")
+"""What is done for an item, not for each of its blocks."""
+
+
+def phase_names() -> list[str]:
+    return [NAMES.get(phase, phase) for phase in PHASES]
+
+
+@functools.cache
+def tree() -> ast.Module:
+    return ast.parse(inspect.getsource(sm80))
+
+
+def function(name: str) -> ast.FunctionDef:
+    [found] = [n for n in ast.walk(tree()) if isinstance(n, ast.FunctionDef) and n.name == name]
+    return found
+
+
+def defined(module: ast.Module) -> set[str]:
+    return {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
+
+
+def phases_of(node: ast.AST) -> list[str]:
+    """Return the phases that are called in a piece of code, in the order they are written in."""
+    calls = [
+        child
+        for child in ast.walk(node)
+        if isinstance(child, ast.Call)
+        and isinstance(child.func, ast.Name)
+        and child.func.id in phase_names()
+    ]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+
+
+def block_loop() -> ast.While:
+    [loop] = [node for node in function("attend").body if isinstance(node, ast.While)]
+    return loop
+
+
+def test_every_phase_is_called_and_no_phase_is_the_kernels_own() -> None:
+    called = {name for f in ("begin", "attend", "attention") for name in phases_of(function(f))}
+    assert called == set(phase_names())
+    assert not defined(tree()) & set(phase_names())
+
+
+def test_phases_are_primitives_of_these_names() -> None:
+    modules = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree())
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname is None
+    }
+    for name in phase_names():
+        assert modules[name].startswith(PRIMITIVES), name
+        home = importlib.import_module(modules[name])
+        assert name in defined(ast.parse(inspect.getsource(home)))
+        assert getattr(sm80, name) is getattr(home, name)
+
+
+def test_a_block_goes_through_the_phases_in_the_order_of_the_definition() -> None:
+    written = phases_of(block_loop())
+    blockwise = [name for name in phase_names() if name not in ONCE]
+    assert set(written) == set(blockwise)
+    computed = [name for name in written if name not in GATHERS]
+    assert list(dict.fromkeys(computed)) == [name for name in blockwise if name not in GATHERS]
+    for copied, needed in GATHERS.items():
+        assert written.index(copied) < written.index(needed)
+
+
+def test_an_item_begins_with_its_queries_and_ends_with_its_state() -> None:
+    assert phases_of(function("begin")) == list(GATHERS)
+    kernel = phases_of(function("attention"))
+    assert set(kernel) == set(ONCE)
+    assert list(dict.fromkeys(kernel)) == [name for name in phase_names() if name in ONCE]
+
+
+def test_a_block_is_computed_alike_for_every_number_of_stages() -> None:
+    """What is copied when depends on the stages; the arithmetic does not."""
+    written = phases_of(block_loop())
+    counts = {name: written.count(name) for name in set(written) - set(GATHERS)}
+    assert counts == {"qk": 2, "logits": 1, "mask": 1, "softmax": 1, "pv": 1}
