@@ -15,7 +15,7 @@ from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.compilers import Compiled, CudaCompiler, RefusedError, require_compiler
 from tvm_attn.codegen.device_module import DeviceModule, unpack
 from tvm_attn.codegen.host import link, object_code
-from tvm_attn.codegen.nvcc import compile_nvcc
+from tvm_attn.codegen.nvcc import assemble_nvcc, compile_nvcc
 from tvm_attn.codegen.nvrtc import compile_nvrtc
 from tvm_attn.codegen.resources import (
     Resources,
@@ -185,11 +185,14 @@ def compile_source(compiler: CudaCompiler, name: str, source: str, arch: Arch) -
     """
     compile_by = {"nvcc": compile_nvcc, "nvrtc": compile_nvrtc}[compiler.kind]
     try:
-        made: list[Compiled] = []
-        for options in HEURISTICS:
-            made.append(compile_by(compiler, name, source, arch.code, options))
+        made = [compile_by(compiler, name, source, arch.code, HEURISTICS[0])]
+        for options in HEURISTICS[1:]:
             if not spilled_bytes(made[-1].report):
                 break
+            if compiler.kind == "nvcc":
+                made.append(assemble_nvcc(compiler, name, made[0].ptx, arch.code, options))
+            else:
+                made.append(compile_nvrtc(compiler, name, source, arch.code, options))
         return min(made, key=lambda one: spilled_bytes(one.report))
     except RefusedError as error:
         message = str(error).strip()

@@ -38,16 +38,38 @@ def compile_nvcc(
         With what nvcc prints.
     """
     with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
-        files = {suffix: Path(folder, f"{name}.{suffix}") for suffix in ("cu", "ptx", "cubin")}
-        files["cu"].write_text(source)
-        command = [
-            *(str(compiler.path), *FLAGS, QUIET, f"-arch={arch}", "-cubin"),
-            f"-Xptxas={','.join(['-v', *assembler])}",
-            *("--keep", f"--keep-dir={folder}", "-o", str(files["cubin"]), str(files["cu"])),
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False
-        )
-        if done.returncode:
-            raise RefusedError(f"{done.stdout}{done.stderr}".replace(f"{folder}/", ""))
-        return Compiled(files["cubin"].read_bytes(), files["ptx"].read_text(), done.stderr)
+        source_file, ptx = Path(folder, f"{name}.cu"), Path(folder, f"{name}.ptx")
+        source_file.write_text(source)
+        keep = (*FLAGS, QUIET, "--keep", f"--keep-dir={folder}")
+        cubin, report = _cubin(compiler, source_file, arch, assembler, keep)
+        return Compiled(cubin, ptx.read_text(), report)
+
+
+def assemble_nvcc(
+    compiler: CudaCompiler, name: str, ptx: str, arch: str, assembler: Sequence[str]
+) -> Compiled:
+    """Assemble PTX that `compile_nvcc` made, with other options of ptxas."""
+    with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
+        file = Path(folder, f"{name}.ptx")
+        file.write_text(ptx)
+        cubin, report = _cubin(compiler, file, arch, assembler)
+        return Compiled(cubin, ptx, report)
+
+
+def _cubin(
+    compiler: CudaCompiler,
+    file: Path,
+    arch: str,
+    assembler: Sequence[str],
+    options: Sequence[str] = (),
+) -> tuple[bytes, str]:
+    """Return the cubin of a source or of PTX, and what nvcc prints."""
+    cubin = file.with_suffix(".cubin")
+    command = [
+        *(str(compiler.path), f"-arch={arch}", "-cubin", *options),
+        *(f"-Xptxas={','.join(['-v', *assembler])}", "-o", str(cubin), str(file)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise RefusedError(f"{done.stdout}{done.stderr}".replace(f"{file.parent}/", ""))
+    return cubin.read_bytes(), done.stderr
