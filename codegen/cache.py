@@ -63,7 +63,7 @@ def cached(name: str, key: str, read: Callable[[Path], Any], make: Callable[[], 
     if found is not None:
         log.debug("hit %s", path)
         return found
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder("TVM_ATTN_CACHE_DIR", path.parent)
     with filelock.FileLock(f"{path}.lock"):
         found = _try_read(path, read)
         if found is None:
@@ -71,6 +71,13 @@ def cached(name: str, key: str, read: Callable[[Path], Any], make: Callable[[], 
             write_atomically(path, make())
             found = read(path)
     return found
+
+
+def _make_folder(variable: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise env.EnvError(f"{variable}: {folder} cannot be made: {error}") from error
 
 
 def is_cached(name: str, key: str) -> bool:

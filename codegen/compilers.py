@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ WHEELS = (
 """What NVRTC needs, itself first: the extra ``cuda``."""
 
 INSTALL = "pip install 'tvm-attn[cuda]'"
+
+
+HOST_COMPILERS = ("gcc", "cc")
+"""What nvcc compiles with, besides itself."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,14 @@ def require_compiler() -> CudaCompiler:
 
 
 def find_nvcc() -> CudaCompiler | None:
-    """Return the nvcc of ``CUDA_HOME`` or ``CUDA_PATH``, else that on ``PATH``."""
+    """Return the nvcc of ``CUDA_HOME`` or ``CUDA_PATH``, else that on ``PATH``.
+
+    None without a host compiler, which nvcc needs.
+    """
     path = env.cuda_program("nvcc")
+    if path and not any(map(shutil.which, HOST_COMPILERS)):
+        env.logger("codegen").info("%s is left aside: there is no %s", path, HOST_COMPILERS[0])
+        return None
     version = _nvcc_version(path, path.stat().st_mtime_ns) if path else None
     return CudaCompiler("nvcc", version, path) if path and version else None
 

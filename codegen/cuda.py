@@ -30,7 +30,7 @@ from tvm_attn.target import Arch, BuildTarget, portable_host
 KERNEL_SUFFIX = "_kernel"
 """What TVM appends to a function's symbol to name its kernel."""
 
-HEURISTICS = (("--register-usage-level=0",), (), ("--register-usage-level=10",))
+HEURISTICS = ((), ("--register-usage-level=10",), ("--register-usage-level=0",))
 """Options of ptxas: if the last few registers spill with one, they often do not with another."""
 MESSAGE_CHARACTERS = 6000
 """Of a compiler's complaint; thousands of errors say no more than the first ones."""
@@ -197,7 +197,8 @@ def compile_source(compiler: CudaCompiler, name: str, source: str, arch: Arch) -
     except RefusedError as error:
         message = str(error).strip()
         if len(message) > MESSAGE_CHARACTERS:
-            message = f"{message[:MESSAGE_CHARACTERS]}\n..."
+            said = [line for line in message.splitlines() if "error" in line.lower()]
+            message = "\n".join([*said, message])[:MESSAGE_CHARACTERS] + "\n..."
         raise CompileError(
             f"{compiler.label} cannot compile {name} for {arch.code}:\n{message}\n"
             f"The source was saved as {_save(name, source)}"

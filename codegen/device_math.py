@@ -26,7 +26,7 @@ TWO_PI_PARTS = (6.28125, 0.0019340515136718750, 1.2556659146986471e-06)
 
 
 def precise_math(mod: tvm.IRModule) -> tvm.IRModule:
-    """Replace calls of float32 ``tanh``, ``sin`` and ``cos``; see the module."""
+    """Replace calls of float32 ``tanh``, ``sin``, ``cos``, ``tan`` and ``pow``; see the module."""
     return tvm_ffi.structural_map(mod, (tvm.ir.Call, _expand), order="post")
 
 
@@ -38,6 +38,21 @@ def tanh(x: Expr) -> Expr:
         series = series * square + _f32(coefficient)
     far = _f32(1.0) - _f32(2.0) / (tirx.exp2(x * _f32(2.0 * LOG2E)) + _f32(1.0))
     return tirx.Select(tirx.abs(x) < _f32(NEAR_ZERO), x + x * square * series, far)
+
+
+def pow(x: Expr, y: Expr) -> Expr:
+    """Return the expression of ``x**y``, also of a negative x: its sign is that of an odd power."""
+    size = tirx.exp2(y * tirx.log2(tirx.abs(x)))
+    is_whole = tirx.floor(y) == y
+    is_odd = tirx.floor(y * _f32(0.5)) * _f32(2.0) != y
+    signed = tirx.Select(is_whole, tirx.Select(is_odd, -size, size), _f32(math.nan))
+    power = tirx.Select(x < _f32(0.0), signed, size)
+    return tirx.Select(y == _f32(0.0), _f32(1.0), power)
+
+
+def tan(x: Expr) -> Expr:
+    """Return the expression of ``tan(x)``, of the angle less its turns."""
+    return tirx.tan(_within_a_turn(x))
 
 
 def sin(x: Expr) -> Expr:
@@ -53,13 +68,13 @@ def cos(x: Expr) -> Expr:
 _BUILDERS = {
     f"{namespace}.{build.__name__}": build
     for namespace in ("tirx", "prim")
-    for build in (tanh, sin, cos)
+    for build in (tanh, sin, cos, tan, pow)
 }
 
 
 def _expand(call: Expr) -> Expr:
     build = _BUILDERS.get(getattr(call.op, "name", ""))
-    return call if build is None or str(call.ty) != "float32" else build(call.args[0])
+    return call if build is None or str(call.ty) != "float32" else build(*call.args)
 
 
 def _within_a_turn(x: Expr) -> Expr:

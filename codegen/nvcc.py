@@ -10,7 +10,7 @@ from pathlib import Path
 from tvm_attn.codegen.compilers import Compiled, CudaCompiler, RefusedError
 
 FLAGS = ("-std=c++17", "-O3", "--use_fast_math", "--expt-relaxed-constexpr")
-QUIET = "--diag-suppress=177"
+QUIET = "--diag-suppress=177,1046"
 """Of functions in TVM's prelude that a kernel does not use."""
 
 

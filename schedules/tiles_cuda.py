@@ -41,6 +41,8 @@ OTHER_REGISTERS = 40
 REGISTER_LIMIT = 255
 FEWER_REGISTERS = 8
 TRIES = 3
+ROOMY = 2
+"""CTAs on a multiprocessor of a tile that is tried because another one's registers spill: few."""
 ENOUGH_ROWS = 128
 """Query rows on a multiprocessor, for each tile of 16 that a warp has: more do not help."""
 ENOUGH_WARPS = 8
@@ -233,7 +235,7 @@ def tiles_to_try(
     tiles: list[CudaTile] = []
     for tile in ranked_tiles(spec, target, family, makes):
         if not tiles or tile.registers(spec) <= tiles[-1].registers(spec) - FEWER_REGISTERS:
-            tiles.append(tile)
+            tiles.append(replace(tile, residents=min(tile.residents, ROOMY)) if tiles else tile)
     return tiles[:TRIES]
 
 

@@ -24,6 +24,14 @@ def make_nvcc(folder: Path, version: str) -> Path:
     return path
 
 
+def make_host_compiler(path: Path) -> None:
+    """Write a program called gcc beside what is on the path."""
+    program = path / "path" / "bin" / "gcc"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without CUDA compilers, with a folder for programs."""
@@ -31,7 +39,19 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
     monkeypatch.setattr(compilers, "find_nvrtc", lambda: None)
+    make_host_compiler(tmp_path)
     return tmp_path
+
+
+def test_nvcc_without_a_host_compiler_is_left_aside(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_nvcc(machine / "path", "13.0.88")
+    assert find_nvcc() is not None
+    (machine / "path" / "bin" / "gcc").unlink()
+    assert find_nvcc() is None
+    monkeypatch.setattr(compilers, "find_nvrtc", lambda: NVRTC)
+    assert find_compiler() == NVRTC
 
 
 def test_without_a_compiler_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

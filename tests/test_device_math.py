@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,12 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+import tvm_attn as ta
 from tests.generating import generate_kernel
 from tvm_attn.codegen import device_math
 from tvm_attn.codegen.device_math import precise_math
 from tvm_attn.schedules.tiles_cuda import cuda_tiles
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.target import parse_target
 from tvm_attn.variants import causal, soft_cap
 
@@ -115,3 +117,35 @@ def test_a_soft_cap_is_made_without_the_rough_tanh() -> None:
     body = generate_kernel(spec, causal() & soft_cap(30.0), tile, target).body
     assert "logits_soft_cap" in body and "exp2f(" in body
     assert "tanh" not in body
+
+
+def test_tan_is_accurate_far_from_0() -> None:
+    x = between(-1e4, 1e4)
+    exact = np.tan(x.astype(np.float64))
+    usual = np.abs(exact) < 10
+    assert np.max(np.abs(elementwise("tan")(x) - exact)[usual]) < 1e-4
+
+
+@pytest.mark.parametrize("y", [0.0, 0.5, 2.0, 3.0, -1.0, -2.0])
+def test_pow_of_any_sign(y: float) -> None:
+    def power(x: Any) -> Any:
+        return device_math.pow(x, tirx.const(y, "float32"))
+
+    compiled = tvm.compile(module(power), target="llvm")["f"]
+    x = np.array([-8.0, -1.5, -1.0, -0.25, 0.25, 1.0, 1.5, 8.0], np.float32)
+    out = np.empty_like(x)
+    compiled(x, out)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(out, np.power(x.astype(np.float64), y), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["half", "max", "uint", "INFINITY"])
+def test_parameters_may_be_called_what_means_something_in_cuda(name: str) -> None:
+    variant = ta.AttentionVariant(
+        logits_transform=lambda ctx, s: s * getattr(ctx, name), params=(Param(name),)
+    )
+    spec = AttentionSpec(8, 2, 64, q_dtype="bfloat16", page_size=16)
+    target = parse_target("sm_90")
+    kernel = generate_kernel(spec, variant, cuda_tiles(spec, target)[0], target)
+    assert re.search(rf"float {name}_\b", kernel.body)
+    assert not re.search(rf"float {name}\b", kernel.body)

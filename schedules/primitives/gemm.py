@@ -61,15 +61,17 @@ def qk(cta, s, first, second):
     r = T.meta_var(cta.registers)
     steps = T.meta_var(cta.spec.head_dim_qk // DEPTH)
     tiles = T.meta_var(cta.key_tiles // 2)
+    early = T.meta_var(min(1, steps - 1))
+    late = T.meta_var(max(steps // 2, early))
     for i in T.unroll(cta.row_tiles * cta.key_tiles * ACCUMULATORS):
         r.score[i] = f32(0.0)
     load_queries(cta, 0)
     load_keys(cta, s, 0, tiles)
     for d in T.unroll(steps):
-        if d == 0:
+        if d == early:
             copy_rows(first)
         if second is not None:
-            if d == steps // 2:
+            if d == late:
                 copy_rows(second)
         for n in T.unroll(tiles):
             step = T.meta_var(d * tiles + n)

@@ -62,7 +62,7 @@ class Hooks:
     def _declare(self, param: Param) -> None:
         name = param.name
         if param.kind == "scalar":
-            variable = tirx.Var(name, param.dtype)
+            variable = tirx.Var(f"{name}_", param.dtype)  # `half`, `max` mean something in CUDA
             self._variables[name] = [variable]
             self._readers[name] = lambda ctx: variable
         elif param.kind == "tensor":
