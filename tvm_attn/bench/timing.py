@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,15 +38,25 @@ def interleaved(
         Median seconds of a call, by name.
     """
     calls = {name: max(1, int(seconds / once(work))) for name, work in works.items()}
-    times: dict[str, list[float]] = {name: [] for name in works}
+
+    def turn(name: str) -> float:
+        time.sleep(PAUSE)
+        work = works[name]
+        work()  # refills the caches that the previous function emptied
+        start = time.perf_counter()
+        for _ in range(calls[name]):
+            work()
+        return (time.perf_counter() - start) / calls[name]
+
+    return _medians(works, turn, rounds)
+
+
+def _medians(names: Iterable[str], turn: Callable[[str], float], rounds: int) -> dict[str, float]:
+    """Take turns for some rounds; return each name's median."""
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name, work in works.items():
-            time.sleep(PAUSE)
-            work()  # refills the caches that the previous function emptied
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                work()
-            times[name].append((time.perf_counter() - start) / calls[name])
+        for name, turns in times.items():
+            turns.append(turn(name))
     return {name: statistics.median(turns) for name, turns in times.items()}
 
 
@@ -85,12 +95,12 @@ def bursts(
     for name, work in works.items():
         _on_gpu(work, 3)
         calls[name] = max(1, int(seconds / _on_gpu(work, 3)))
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            time.sleep(seconds)
-            times[name].append(_on_gpu(work, calls[name]))
-    return {name: statistics.median(turns) for name, turns in times.items()}
+
+    def turn(name: str) -> float:
+        time.sleep(seconds)
+        return _on_gpu(works[name], calls[name])
+
+    return _medians(works, turn, rounds)
 
 
 def _on_gpu(work: Work, calls: int) -> float:
