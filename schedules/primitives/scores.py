@@ -57,7 +57,9 @@ def mask(cta, task, kv0):
     if T.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)):
         rows = T.meta_var(at_hand(cta, task))
         bits = T.meta_var(BlockBits.allocate(cta))
-        load_bits(cta, rows, bits, kv0)
+        if len(bits.words) > 0:
+            if rows.first_key < rows.end_key:  # else the bitmap may be empty
+                load_bits(cta, rows, bits, kv0)
         for i in T.unroll(cta.rows):
             for n in T.unroll(cta.key_tiles):
                 for e in T.unroll(2):
