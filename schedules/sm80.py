@@ -46,13 +46,11 @@ from tvm_attn.schedules.primitives.task import (
 from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
+from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Hooks
-from tvm_attn.tir.outputs import Outputs
-from tvm_attn.tir.rows import Batch
-from tvm_attn.tir.scales import Scales
-from tvm_attn.tir.signature import close_over, dense, ints, strided_rows
+from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.tir.states import f32
-from tvm_attn.worklist import ITEM_WORDS, MERGE_WORDS, NO_SLOT
+from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 5
 """Trailing parameters that are written: partial_o, partial_lse, arrivals, out, lse."""
@@ -117,13 +115,13 @@ def attend(cta, task, following, q, k, v, t, end, s):
     while kv0 < kv_end:
         owner = T.meta_var(T.Select(kv0 + block < kv_end, t, t + 1))
         next_k = T.meta_var(gather_k(cta, k, owner, s + 1))
-        is_last_but_one = T.meta_var(kv0 + block < kv_end)
+        is_last = T.meta_var(kv0 + block >= kv_end)
         wait_for_copies()
         T.cuda.cta_sync()
         make_k(cta, task, s, kv0, kv_end)
         if kv0 + 2 * block < kv_end:
             look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
-        elif T.And(is_last_but_one, t + 1 < end):
+        elif T.And(T.Not(is_last), t + 1 < end):
             look_ahead(cta, following, k, pages)
         if cta.tile.stages == 2:
             make_v(cta, task, s, kv0, kv_end)
@@ -145,7 +143,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
             commit_copies()
         if kv0 + 2 * block < kv_end:
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
-        elif T.And(is_last_but_one, t + 1 < end):
+        elif T.And(T.Not(is_last), t + 1 < end):
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
         logits(cta, task, kv0)
         mask(cta, task, kv0)
@@ -179,7 +177,6 @@ def attention(
         Parameters as of `tvm_attn.tir.attention.attention`, with ``arrivals``, int32
         ``[num_merges]``, after partial_lse: 0 before and after. A CTA for every queue.
     """
-    dim_qk, dim_vo = spec.head_dim_qk, spec.dim_vo
     variant = hooks.variant
     transforms = (variant.key_transform is not None, variant.value_transform is not None)
 
@@ -209,48 +206,47 @@ def attention(
         out_h: T.handle,
         lse_h: T.handle,
     ):
-        q = strided_rows(q_h, "q", (None, None, dim_qk), spec.q_dtype)
-        k = strided_rows(k_h, "k", (None, None, None, dim_qk), str(spec.kv_dtype))
-        v = strided_rows(v_h, "v", (None, None, None, dim_vo), str(spec.kv_dtype))
-        items = ints(items_h, "items", ITEM_WORDS)
-        cta_indptr = ints(cta_indptr_h, "cta_indptr")
-        merge_items = ints(merge_items_h, "merge_items", MERGE_WORDS)
-        merge_indptr = ints(merge_indptr_h, "merge_indptr")
-        qo_indptr = ints(qo_indptr_h, "qo_indptr")
-        kv_indptr = ints(kv_indptr_h, "kv_indptr")
-        kv_indices = ints(kv_indices_h, "kv_indices")
-        kv_len = ints(kv_len_h, "kv_len")
-        q_pos_offset = ints(q_pos_offset_h, "q_pos_offset")
-        kv_pos_offset = ints(kv_pos_offset_h, "kv_pos_offset")
-        k_scale = dense(k_scale_h, "k_scale", (None,), "float32")
-        v_scale = dense(v_scale_h, "v_scale", (None,), "float32")
-        partial_o = dense(partial_o_h, "partial_o", (None, tile.rows, dim_vo), "float32")
-        partial_lse = dense(partial_lse_h, "partial_lse", (None, tile.rows), "float32")
+        given = T.meta_var(
+            bind(
+                spec,
+                hooks,
+                tile.rows,
+                strided_rows,
+                qkv=(q_h, k_h, v_h),
+                work=(items_h, cta_indptr_h, merge_items_h, merge_indptr_h),
+                batch=(
+                    qo_indptr_h,
+                    kv_indptr_h,
+                    kv_indices_h,
+                    kv_len_h,
+                    q_pos_offset_h,
+                    kv_pos_offset_h,
+                ),
+                scales=(k_scale_h, v_scale_h, sm_scale, q_scale),
+                outputs=(lse_scale, partial_o_h, partial_lse_h, out_h, lse_h),
+            )
+        )
         arrivals = ints(arrivals_h, "arrivals")
-        out = strided_rows(out_h, "out", (None, None, dim_vo), str(spec.o_dtype))
-        lse = strided_rows(lse_h, "lse", (None, None), "float32")
+        q, k, v, work, batch = T.meta_var((given.q, given.k, given.v, given.work, given.batch))
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
-        c = T.cta_id([cta_indptr.shape[0] - 1])
+        c = T.cta_id([work.cta_indptr.shape[0] - 1])
         thread = T.thread_id([tile.threads])
         warp = T.meta_var(thread // WARP)
         lane = T.meta_var(Lane(thread % WARP))
-        batch = T.meta_var(
-            Batch(qo_indptr, kv_indptr, kv_indices, kv_len, q_pos_offset, kv_pos_offset)
-        )
-        scales = T.meta_var(Scales(hooks, sm_scale, q_scale, k_scale, v_scale))
-        outputs = T.meta_var(Outputs(hooks, scales, partial_o, partial_lse, out, lse, lse_scale))
         shared = T.meta_var(SharedTiles.allocate(spec, tile, transforms))
-        registers = T.meta_var(Registers.allocate(tile, dim_vo))
-        cta = T.meta_var(Cta(spec, hooks, tile, scales, thread, warp, lane, shared, registers))
-        t: T.int32 = cta_indptr[c]
+        registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
+        cta = T.meta_var(
+            Cta(spec, hooks, tile, given.scales, thread, warp, lane, shared, registers)
+        )
+        t: T.int32 = work.cta_indptr[c]
         s: T.int32 = 0
-        end = T.meta_var(cta_indptr[c + 1])
+        end = T.meta_var(work.cta_indptr[c + 1])
         if t < end:
             forget_places(cta)
             divide_by_page_size(cta, CacheAccess.of(spec, batch, k))
             for i in T.unroll(3):
-                read_item(cta, items, t + i, end)
+                read_item(cta, work.items, t + i, end)
             settle()
             read_request(cta, batch, t, end)
             read_request(cta, batch, t + 1, end)
@@ -267,13 +263,13 @@ def attention(
                     begin(cta, following, q, k, v, t + 1, s)
                 load_q(cta, following, q)
                 read_request(cta, batch, t + 2, end)
-                read_item(cta, items, t + 3, end)
+                read_item(cta, work.items, t + 3, end)
                 commit_copies()
-            store_state(cta, task, outputs)
+            store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(task.slot, merge_indptr, arrivals, shared.verdict, thread)
+                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
                 if shared.verdict[0] != NOBODY:
-                    merge_unit(cta, batch, outputs, merge_items, merge_indptr, shared.verdict[0])
+                    merge_unit(cta, given, shared.verdict[0])
             t = t + 1
 
     return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)

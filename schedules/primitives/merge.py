@@ -44,16 +44,17 @@ def merge_row(cta, unit, outputs, first, end, row0, place):
 
 
 @T.inline
-def merge_unit(cta, batch, outputs, merge_items, merge_indptr, m):
+def merge_unit(cta, given, m):
     """Merge the parts of cut unit `m`, in slot order, and store its rows: a warp takes a row."""
+    merge_items, merge_indptr = T.meta_var((given.work.merge_items, given.work.merge_indptr))
     request: T.let[T.int32] = merge_items[m, Merge.REQUEST]
     kv_head: T.let[T.int32] = merge_items[m, Merge.KV_HEAD]
-    unit = T.meta_var(Rows(cta.hooks, cta.spec.group_size, batch, request, kv_head))
+    unit = T.meta_var(Rows(cta.hooks, cta.spec.group_size, given.batch, request, kv_head))
     first: T.int32 = merge_indptr[m]
     end: T.int32 = merge_indptr[m + 1]
     row0: T.int32 = merge_items[m, Merge.ROW_BEGIN]
     count: T.int32 = merge_items[m, Merge.ROW_END] - row0
     place: T.int32 = cta.warp
     while place < count:
-        merge_row(cta, unit, outputs, first, end, row0, place)
+        merge_row(cta, unit, given.outputs, first, end, row0, place)
         place = place + cta.tile.warps

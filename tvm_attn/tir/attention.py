@@ -17,16 +17,15 @@ from tvm.script import tirx as T
 
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess, to_float
+from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Context, Hooks
 from tvm_attn.tir.merge import merge_unit
-from tvm_attn.tir.outputs import Outputs
-from tvm_attn.tir.rows import Batch, Rows
-from tvm_attn.tir.scales import Scales
-from tvm_attn.tir.signature import close_over, dense, ints, strided
+from tvm_attn.tir.rows import Rows
+from tvm_attn.tir.signature import close_over, strided
 from tvm_attn.tir.states import f32
 from tvm_attn.tir.tile import BlockAccess, allocate_tile
 from tvm_attn.variant import Expr
-from tvm_attn.worklist import ITEM_WORDS, MERGE_WORDS, NO_SLOT, Item
+from tvm_attn.worklist import NO_SLOT, Item
 
 PHASES = (
     "load_q",
@@ -257,29 +256,30 @@ def store_state(tile, unit, hooks, outputs, row0, row_end, slot):
 
 
 @T.inline
-def attend(tile, spec, hooks, q, k, v, items, batch, scales, outputs, t):
+def attend(tile, spec, hooks, given, t):
     """Attend from the query rows of a work item to the keys of its KV range."""
+    items, scales = T.meta_var((given.work.items, given.scales))
     request: T.let[T.int32] = items[t, Item.REQUEST]
     kv_head: T.let[T.int32] = items[t, Item.KV_HEAD]
     row0: T.let[T.int32] = items[t, Item.ROW_BEGIN]
     row_end: T.let[T.int32] = items[t, Item.ROW_END]
     slot: T.let[T.int32] = items[t, Item.SLOT]
-    unit = T.meta_var(Rows(hooks, spec.group_size, batch, request, kv_head))
+    unit = T.meta_var(Rows(hooks, spec.group_size, given.batch, request, kv_head))
     seen = T.meta_var(unit.key_range(row0, row_end))
     kv_begin: T.let[T.int32] = T.max(items[t, Item.KV_BEGIN], seen[0])
     kv_end: T.let[T.int32] = T.min(items[t, Item.KV_END], seen[1])
-    cache = T.meta_var(CacheAccess.of(spec, batch, k))
+    cache = T.meta_var(CacheAccess.of(spec, given.batch, given.k))
     located = T.meta_var(BlockAccess.to(cache, tile))
 
-    load_q(tile, unit, scales, q, row0, row_end)
+    load_q(tile, unit, scales, given.q, row0, row_end)
     init_state(tile, hooks.accumulation)
     for b in T.serial(T.ceildiv(T.max(kv_end - kv_begin, 0), tile.block)):
         kv0: T.let[T.int32] = kv_begin + b * tile.block
         locate(tile, unit, cache, kv0, kv_end)
-        score(tile, unit, scales, hooks, located, k, row0, row_end, kv0, kv_end)
+        score(tile, unit, scales, hooks, located, given.k, row0, row_end, kv0, kv_end)
         softmax(tile, hooks.accumulation)
-        accumulate(tile, unit, scales, located, v, kv0, kv_end)
-    store_state(tile, unit, hooks, outputs, row0, row_end, slot)
+        accumulate(tile, unit, scales, located, given.v, kv0, kv_end)
+    store_state(tile, unit, hooks, given.outputs, row0, row_end, slot)
 
 
 def attention(
@@ -306,7 +306,6 @@ def attention(
         (float32 [num_kv_heads]); sm_scale, q_scale, lse_scale; the variant's parameters; and the
         outputs partial_o, partial_lse, out, lse.
     """
-    dim_qk, dim_vo = spec.head_dim_qk, spec.dim_vo
 
     @T.prim_func(s_tir=True, check_well_formed=False)
     def definition(
@@ -334,46 +333,41 @@ def attention(
         lse_h: T.handle,
     ):
         T.func_attr({"tirx.noalias": True})
-        q = strided(q_h, "q", (None, None, dim_qk), spec.q_dtype)
-        k = strided(k_h, "k", (None, None, None, dim_qk), str(spec.kv_dtype))
-        v = strided(v_h, "v", (None, None, None, dim_vo), str(spec.kv_dtype))
-        items = ints(items_h, "items", ITEM_WORDS)
-        cta_indptr = ints(cta_indptr_h, "cta_indptr")
-        merge_items = ints(merge_items_h, "merge_items", MERGE_WORDS)
-        merge_indptr = ints(merge_indptr_h, "merge_indptr")
-        qo_indptr = ints(qo_indptr_h, "qo_indptr")
-        kv_indptr = ints(kv_indptr_h, "kv_indptr")
-        kv_indices = ints(kv_indices_h, "kv_indices")
-        kv_len = ints(kv_len_h, "kv_len")
-        q_pos_offset = ints(q_pos_offset_h, "q_pos_offset")
-        kv_pos_offset = ints(kv_pos_offset_h, "kv_pos_offset")
-        k_scale = dense(k_scale_h, "k_scale", (None,), "float32")
-        v_scale = dense(v_scale_h, "v_scale", (None,), "float32")
-        partial_o = dense(partial_o_h, "partial_o", (None, rows, dim_vo), "float32")
-        partial_lse = dense(partial_lse_h, "partial_lse", (None, rows), "float32")
-        out = strided(out_h, "out", (None, None, dim_vo), str(spec.o_dtype))
-        lse = strided(lse_h, "lse", (None, None), "float32")
-        batch = T.meta_var(
-            Batch(qo_indptr, kv_indptr, kv_indices, kv_len, q_pos_offset, kv_pos_offset)
+        given = T.meta_var(
+            bind(
+                spec,
+                hooks,
+                rows,
+                strided,
+                qkv=(q_h, k_h, v_h),
+                work=(items_h, cta_indptr_h, merge_items_h, merge_indptr_h),
+                batch=(
+                    qo_indptr_h,
+                    kv_indptr_h,
+                    kv_indices_h,
+                    kv_len_h,
+                    q_pos_offset_h,
+                    kv_pos_offset_h,
+                ),
+                scales=(k_scale_h, v_scale_h, sm_scale, q_scale),
+                outputs=(lse_scale, partial_o_h, partial_lse_h, out_h, lse_h),
+            )
         )
-        scales = T.meta_var(Scales(hooks, sm_scale, q_scale, k_scale, v_scale))
-        outputs = T.meta_var(Outputs(hooks, scales, partial_o, partial_lse, out, lse, lse_scale))
-        for c in T.serial(cta_indptr.shape[0] - 1):
+        work = T.meta_var(given.work)
+        for c in T.serial(work.cta_indptr.shape[0] - 1):
             with T.sblock("cta"):
-                vc = T.axis.spatial(cta_indptr.shape[0] - 1, c)
+                vc = T.axis.spatial(work.cta_indptr.shape[0] - 1, c)
                 T.reads()
                 T.writes()
-                tile = T.meta_var(allocate_tile(rows, block, dim_qk, dim_vo))
-                for t in T.serial(cta_indptr[vc + 1] - cta_indptr[vc]):
-                    item: T.let[T.int32] = cta_indptr[vc] + t
-                    attend(tile, spec, hooks, q, k, v, items, batch, scales, outputs, item)
-        for m in T.serial(merge_indptr.shape[0] - 1):
+                tile = T.meta_var(allocate_tile(rows, block, spec.head_dim_qk, spec.dim_vo))
+                for t in T.serial(work.cta_indptr[vc + 1] - work.cta_indptr[vc]):
+                    item: T.let[T.int32] = work.cta_indptr[vc] + t
+                    attend(tile, spec, hooks, given, item)
+        for m in T.serial(work.merge_indptr.shape[0] - 1):
             with T.sblock("merge"):
-                vm = T.axis.spatial(merge_indptr.shape[0] - 1, m)
+                vm = T.axis.spatial(work.merge_indptr.shape[0] - 1, m)
                 T.reads()
                 T.writes()
-                merge_unit(
-                    hooks, batch, outputs, merge_items, merge_indptr, spec.group_size, dim_vo, vm
-                )
+                merge_unit(hooks, given, spec.group_size, spec.dim_vo, vm)
 
     return close_over(definition, hooks.parameters(), before=NUM_OUTPUTS, name=name)

@@ -14,12 +14,13 @@ from tvm_attn.worklist import Merge
 
 
 @T.inline
-def merge_unit(hooks, batch, outputs, merge_items, merge_indptr, group_size, dim_vo, m):
+def merge_unit(hooks, given, group_size, dim_vo, m):
     """Merge the parts of cut unit `m`, in slot order, and store its rows."""
-    state = T.meta_var(hooks.accumulation)
+    state, outputs = T.meta_var((hooks.accumulation, given.outputs))
+    merge_items, merge_indptr = T.meta_var((given.work.merge_items, given.work.merge_indptr))
     request: T.let[T.int32] = merge_items[m, Merge.REQUEST]
     kv_head: T.let[T.int32] = merge_items[m, Merge.KV_HEAD]
-    unit = T.meta_var(Rows(hooks, group_size, batch, request, kv_head))
+    unit = T.meta_var(Rows(hooks, group_size, given.batch, request, kv_head))
     row0: T.let[T.int32] = merge_items[m, Merge.ROW_BEGIN]
     first: T.let[T.int32] = merge_indptr[m]
     parts: T.let[T.int32] = merge_indptr[m + 1] - first

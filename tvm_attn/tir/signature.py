@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.layout import S, TileLayout
 
 
@@ -18,13 +19,13 @@ def dense(
     handle: Any, name: str, shape: Sequence[int | None], dtype: str, *, index: str = "int64"
 ) -> Any:
     """Bind a parameter to a compact tensor; None is a free size of type `index`."""
-    return T.match_buffer(handle, _sizes(name, shape, index), dtype, align=itemsize(dtype))
+    return _match(handle, name, _sizes(name, shape, index), dtype, align=itemsize(dtype))
 
 
 def strided(handle: Any, name: str, shape: Sequence[int | None], dtype: str) -> Any:
     """Bind a parameter to a tensor whose innermost stride is 1 and whose others are free."""
     sizes, strides = _free(name, shape)
-    return T.match_buffer(handle, sizes, dtype, strides=strides, align=itemsize(dtype))
+    return _match(handle, name, sizes, dtype, strides=strides, align=itemsize(dtype))
 
 
 def strided_rows(handle: Any, name: str, shape: Sequence[int | None], dtype: str) -> Any:
@@ -34,12 +35,19 @@ def strided_rows(handle: Any, name: str, shape: Sequence[int | None], dtype: str
     """
     sizes, strides = _free(name, shape)
     layout = TileLayout(S[tuple(sizes) : tuple(strides)])
-    return T.match_buffer(handle, sizes, dtype, strides=strides, layout=layout, align=16)
+    return _match(handle, name, sizes, dtype, strides=strides, layout=layout, align=16)
 
 
 def ints(handle: Any, name: str, *row: int) -> Any:
     """Bind a parameter to int32 data of free length, each entry a row of the given size."""
     return dense(handle, name, (None, *row), "int32", index="int32")
+
+
+def _match(handle: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Match a buffer and name it, as an assignment in a kernel would."""
+    buffer = T.match_buffer(handle, *args, **kwargs)
+    IRBuilder.name(name, buffer)
+    return buffer
 
 
 def _free(name: str, shape: Sequence[int | None]) -> tuple[list[Any], list[Any]]:
