@@ -43,7 +43,8 @@ class Inspector:
     ):
         self._plan_batch = plan_batch
         self._plan_work = plan_work
-        self._short, self._long = families
+        self._families = families
+        self._bounds = (0, *(family.rows for family in families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._pool = BufferPool()
@@ -75,14 +76,19 @@ class Inspector:
         plan = Plan(owner, words, batch, buffers, self._pool)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
-        for family, units, ctas in (
-            (self._short, words[Header.UNITS_SHORT], num_ctas[0]),
-            (self._long, words[Header.UNITS_LONG], num_ctas[1]),
-        ):
+        for index, units in enumerate(self._units(plan, words)):
             if units:
-                work = self._deal(plan, family, units, ctas, values, fixed_split, buffers)
-                plan.work.append(work)
+                ctas = num_ctas[index]
+                work = self._deal(plan, index, units, ctas, values, fixed_split, buffers)
+                if work.items.size:
+                    plan.work.append(work)
         return plan
+
+    def _units(self, plan: Plan, words: list[int]) -> list[int]:
+        """Bound the units of each family: those that are sure to have none have 0."""
+        longest = plan.max_qo_len * self._group_size
+        counts = [words[Header.UNITS_SHORT] * (longest > rows) for rows in self._bounds[:-2]]
+        return [*counts, words[Header.UNITS_LONG]]
 
     def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
         size = bsr.batch_size
@@ -104,8 +110,8 @@ class Inspector:
             NONE if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
             bsr.page_size or 1,
             self._group_size,
-            self._short.rows,
-            self._long.rows,
+            self._families[-2].rows,
+            self._families[-1].rows,
             *batch,
             header,
         )
@@ -114,14 +120,15 @@ class Inspector:
     def _deal(
         self,
         plan: Plan,
-        family: Family,
+        index: int,
         units: int,
         num_ctas: int,
         values: list[Any],
         fixed_split: int,
         buffers: Buffers,
     ) -> WorkList:
-        pieces = self._pieces(plan, family, units, fixed_split)
+        family = self._families[index]
+        pieces = self._pieces(plan, index, units, fixed_split)
         counts = (units, self._num_kv_heads, num_ctas, pieces)
         max_slots = sizes.max_slots(*counts)
         items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
@@ -129,13 +136,11 @@ class Inspector:
         )
         header = buffers.take("header", HEADER_WORDS)
         qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
-        short = family is self._short
         self._plan_work(
             qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
             *values,
             plan.batch_size, self._num_kv_heads, num_ctas, self._group_size,
-            1 if short else self._short.rows + 1,
-            self._short.rows if short else MAX_ROWS,
+            self._bounds[index] + 1, self._bounds[index + 1],
             family.rows, family.block, family.overhead, fixed_split, max_slots,
             scratch, items, cta_indptr, merge_items, merge_indptr, header,
         )  # fmt: skip
@@ -154,10 +159,12 @@ class Inspector:
             wide(words, Header.TOTAL_LOAD_LO),
         )
 
-    def _pieces(self, plan: Plan, family: Family, units: int, fixed_split: int) -> int:
+    def _pieces(self, plan: Plan, index: int, units: int, fixed_split: int) -> int:
         if not fixed_split:
             return 0
-        tiles = -(-plan.max_qo_len * self._group_size // family.rows)
+        is_last = index + 1 == len(self._families)
+        rows = plan.max_qo_len * self._group_size
+        tiles = -(-rows // self._families[index].rows) if is_last else 1
         return sizes.split_pieces(units, tiles, plan.num_kv_tokens, fixed_split)
 
 

@@ -59,9 +59,11 @@ class PlanLimits:
                 )
 
 
-def work_units(family: Family, limits: PlanLimits, group_size: int) -> int:
-    """Bound the (request, tile) pairs of a family: a tile each, and full tiles of all rows."""
-    return limits.max_batch + limits.max_qo_tokens * group_size // family.rows
+def work_units(families: Sequence[Family], limits: PlanLimits, group_size: int) -> list[int]:
+    """Bound the (request, tile) pairs of each family: a tile each; in the last, all rows' tiles."""
+    rows = limits.max_qo_tokens * group_size
+    last = limits.max_batch + rows // families[-1].rows
+    return [*[limits.max_batch] * (len(families) - 1), last]
 
 
 def workspace_size(
@@ -77,11 +79,12 @@ def workspace_size(
     batch.
     """
     floats = ints = 0
-    for family, ctas in zip(families, num_ctas, strict=True):
-        units = work_units(family, limits, spec.group_size)
+    all_units = work_units(families, limits, spec.group_size)
+    for family, ctas, units in zip(families, num_ctas, all_units, strict=True):
         pieces = 0
         if fixed_split_size:
-            tiles = -(-limits.max_qo_tokens * spec.group_size // family.rows)
+            rows = limits.max_qo_tokens * spec.group_size
+            tiles = -(-rows // family.rows) if family is families[-1] else 1
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
         counts = (units, spec.num_kv_heads, ctas, pieces)
         slots, merges = sizes.max_slots(*counts), sizes.max_merges(*counts)

@@ -18,17 +18,18 @@ def query_tiles(
     spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
 ) -> dict[str, list[Any]]:
     """Return the query tiles of a kernel by symbol, the best first."""
-    families: list[list[Any]]
+    ranked: list[list[Any]]
     if target.arch:
-        from tvm_attn.schedules.tiles_cuda import FAMILIES, tiles_to_try
+        from tvm_attn.schedules.families import families, tiles_to_try
 
         makes = _makes(variant)
-        families = [tiles_to_try(spec, target, family, makes) for family in FAMILIES]
+        kinds = families(spec, target, makes)
+        ranked = [tiles_to_try(spec, target, family, makes) for family in kinds]
     else:
         from tvm_attn.schedules.tiles import cpu_tiles
 
-        families = [[tile] for tile in cpu_tiles(spec, target)]
-    return {f"attention_{tiles[0].family}": tiles for tiles in families}
+        ranked = [[tile] for tile in cpu_tiles(spec, target)]
+    return {f"attention_{tiles[0].family}": tiles for tiles in ranked}
 
 
 def explain_tiles(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> list[Any]:
@@ -94,10 +95,10 @@ def generate_kernel(
         )
         shares = dict.fromkeys(tiles, 1)
     else:
-        from tvm_attn.schedules import sm80
+        from tvm_attn.schedules import families
 
         def way(name: str, tile: Any) -> Any:
-            return partial(define, name, tile), partial(sm80.attention, spec, hooks, tile, name)
+            return partial(define, name, tile), partial(families.attention, spec, hooks, tile, name)
 
         ways = {name: [way(name, tile) for tile in best] for name, best in ranked.items()}
         made, chosen = cuda_kernels(ways, target, phases)

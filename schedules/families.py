@@ -1,0 +1,58 @@
+"""Which schedule makes the kernel of which family of query tiles: the one place that chooses.
+
+A request belongs to the first family whose tile holds all of its rows, else to the last one. The
+decode family is there where its kernel can be: its rows are few, its warps stream keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_attn.schedules import decode, sm80, tiles_cuda, tiles_decode
+from tvm_attn.schedules.tiles_cuda import Candidate, CudaTile, Kind
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget
+from tvm_attn.tir.hooks import Hooks
+
+Makes = tuple[bool, bool]
+"""Whether keys, and values, are transformed."""
+ATTENTION: dict[str, Any] = {"sm80": sm80.attention, "decode": decode.attention}
+"""What generates a kernel, by the schedule of its tile."""
+
+
+def families(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> tuple[Kind, ...]:
+    """Return the families of a GPU's kernel, those of fewest rows first."""
+    if refuses_decode(spec, target, makes):
+        return tiles_cuda.FAMILIES
+    return "decode", *tiles_cuda.FAMILIES
+
+
+def refuses_decode(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> str:
+    """Say why there is no decode family; empty if there is one."""
+    if reason := tiles_decode.refuses(spec, makes):
+        return reason
+    fits = any(not one.excess for one in tiles_decode.candidates(spec, target))
+    return "" if fits else "no tile fits"
+
+
+def candidates(
+    spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
+) -> list[Candidate]:
+    """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
+    if family == "decode":
+        return tiles_decode.candidates(spec, target)
+    return tiles_cuda.candidates(spec, target, family, makes)
+
+
+def tiles_to_try(
+    spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
+) -> list[CudaTile]:
+    """Return the best tile of a family, and after it some to try if its registers spill."""
+    if family == "decode":
+        return [candidates(spec, target, family, makes)[0].tile]
+    return tiles_cuda.tiles_to_try(spec, target, family, makes)
+
+
+def attention(spec: AttentionSpec, hooks: Hooks, tile: CudaTile, name: str = "attention") -> Any:
+    """Generate the kernel of a tile."""
+    return ATTENTION[tile.schedule](spec, hooks, tile, name)
