@@ -31,6 +31,8 @@ class Family:
         Fixed cost of an item, in blocks.
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
+    cached_tokens : int
+        KV tokens of one head that a cache holds for all CTAs; 0 if they share none.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Family:
     block: int
     overhead: int
     residents: int = 1
+    cached_tokens: int = 0
 
 
 class WorkItem(NamedTuple):

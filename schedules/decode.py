@@ -189,7 +189,10 @@ def attention(
             attend(cta, task, ahead, t, end, s)
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
+                arrive(
+                    *(task.slot, work.merge_indptr, arrivals),
+                    *(shared.verdict, thread, T.cuda.cta_sync),
+                )
                 if shared.verdict[0] != NOBODY:
                     merge_unit(cta, given, shared.verdict[0])
             t = t + 1

@@ -12,13 +12,14 @@ NOBODY = -1
 
 
 @T.inline
-def arrive(slot, merge_indptr, arrivals, verdict, thread):
+def arrive(slot, merge_indptr, arrivals, verdict, thread, meet):
     """Count this CTA's part of a cut unit in; ``verdict[0]`` is the unit if it was the last.
 
     Its partial state is then visible to the last one, and the count is 0 again for the next run.
+    `meet` waits for all threads that have a part in it.
     """
     T.cuda.thread_fence()
-    T.cuda.cta_sync()
+    meet()
     if thread == 0:
         low: T.int32 = 0
         high: T.int32 = merge_indptr.shape[0] - 1
@@ -33,5 +34,5 @@ def arrive(slot, merge_indptr, arrivals, verdict, thread):
         if before == merge_indptr[low + 1] - merge_indptr[low] - 1:
             arrivals[low] = 0
             verdict[0] = low
-    T.cuda.cta_sync()
+    meet()
     T.cuda.thread_fence()
