@@ -16,8 +16,8 @@ from tvm_attn.tir.hooks import Hooks
 
 Makes = tuple[bool, bool]
 """Whether keys, and values, are transformed."""
-ATTENTION: dict[str, Any] = {"sm80": sm80.attention, "decode": decode.attention}
-"""What generates a kernel, by the schedule of its tile."""
+SCHEDULES: dict[str, Any] = {"sm80": sm80, "decode": decode}
+"""Where kernels are generated, by the schedule of their tile."""
 
 
 def families(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> tuple[Kind, ...]:
@@ -55,4 +55,4 @@ def tiles_to_try(
 
 def attention(spec: AttentionSpec, hooks: Hooks, tile: CudaTile, name: str = "attention") -> Any:
     """Generate the kernel of a tile."""
-    return ATTENTION[tile.schedule](spec, hooks, tile, name)
+    return SCHEDULES[tile.schedule].attention(spec, hooks, tile, name)
