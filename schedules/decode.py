@@ -15,7 +15,7 @@ from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
 from tvm_attn.schedules.primitives.join import store_state
-from tvm_attn.schedules.primitives.merge import merge_unit
+from tvm_attn.schedules.primitives.parts import merge_unit
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax

@@ -1,4 +1,4 @@
-"""The decode benchmark as far as it goes without a GPU: its rows, what it checks, how it reports."""
+"""The decode benchmark as far as it goes without a GPU: rows, what it checks, how it reports."""
 
 from __future__ import annotations
 
