@@ -15,6 +15,11 @@ from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
 from tvm_attn.schedules.primitives.join import store_state
+from tvm_attn.schedules.primitives.overlap import (
+    let_next_begin,
+    overlapping,
+    wait_for_previous,
+)
 from tvm_attn.schedules.primitives.parts import merge_unit
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers
@@ -167,6 +172,7 @@ def attention(
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
         ahead = T.meta_var(Ahead.begin(t, batch, k, v))
+        let_next_begin(cta)
         if t < end:
             divide_by_page_size(cta.own, CacheAccess.of(spec, batch, k))
             for i in T.unroll(3):
@@ -175,6 +181,7 @@ def attention(
             read_request(cta.own, batch, t, end)
             read_request(cta.own, batch, t + 1, end)
             settle()
+            wait_for_previous(cta)
             first = T.meta_var(Task.of(cta, batch, t))
             derive(cta.own, first, *first.keys())
             load_q(cta, first, q, t)
@@ -195,4 +202,5 @@ def attention(
             t = t + 1
         wait_for_copies()
 
-    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    return overlapping(function) if tile.overlaps else function

@@ -76,9 +76,12 @@ class DecodeTile(CudaTile):
     passes : int
         Times that the warps' states are brought together in shared memory: a part of the value
         dim each.
+    overlaps : bool
+        Whether CTAs begin while the kernel before ends.
     """
 
     passes: int = 1
+    overlaps: bool = False
 
     @property
     def schedule(self) -> str:
@@ -142,20 +145,21 @@ def candidates(
     """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
     arch = arch_of(target)
     found = []
-    for tile in _tiles(spec):
+    for tile in _tiles(spec, "tma" in arch.features):
         one = with_residents(tile, spec, arch, makes)
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
         found.append(replace(one, tile=replace(one.tile, residents=residents)))
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
-def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
+def _tiles(spec: AttentionSpec, overlaps: bool) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
-            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, ITEM_TOKENS // block, passes)
+            sizes = (ROWS, block, warps, STAGES, 1, ITEM_TOKENS // block, passes)
+            yield DecodeTile("decode", *sizes, overlaps=overlaps)
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:
