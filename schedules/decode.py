@@ -60,6 +60,7 @@ def settle():
 def prepare(cta, work, batch, q, t, end):
     """Read what is to come after item `t`, each item a step further than the one behind it."""
     following = T.meta_var(Task.of(cta, batch, t + 1))
+    T.cuda.warp_sync()  # all lanes are done with the item whose words are overwritten
     read_item(cta.own, work.items, t + 3, end)
     read_request(cta.own, batch, t + 2, end)
     if t + 1 < end:
