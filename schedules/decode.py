@@ -13,6 +13,11 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
+from tvm_attn.schedules.primitives.clusters import (
+    arrive_at_cluster,
+    rank_in_cluster,
+    wait_for_cluster,
+)
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
 from tvm_attn.schedules.primitives.join import store_state
 from tvm_attn.schedules.primitives.overlap import (
@@ -160,20 +165,24 @@ def attention(
         q, k, v, work, batch = T.meta_var((given.q, given.k, given.v, given.work, given.batch))
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
-        c = T.cta_id([work.cta_indptr.shape[0] - 1])
+        place = T.cta_id([(work.cta_indptr.shape[0] - 1) * tile.cluster])
+        c = T.meta_var(place // tile.cluster)
+        rank = T.meta_var(rank_in_cluster(tile.cluster))
         thread = T.thread_id([tile.threads])
         warp = T.warp_id([tile.warps])
         lane = T.meta_var(Lane(thread % WARP))
         shared = T.meta_var(StreamTiles.allocate(spec, tile, warp))
         registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
         queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
-        place = T.meta_var((thread, warp, lane, shared, registers, queries))
-        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *place))
+        who = T.meta_var((thread, warp, lane, shared, registers, queries, rank))
+        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who))
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
         ahead = T.meta_var(Ahead.begin(t, batch, k, v))
         let_next_begin(cta)
+        if tile.cluster > 1:
+            arrive_at_cluster()
         if t < end:
             divide_by_page_size(cta.own, CacheAccess.of(spec, batch, k))
             for i in T.unroll(3):
@@ -196,12 +205,15 @@ def attention(
             prepare(cta, work, batch, q, t, end)
             attend(cta, task, ahead, t, end, s)
             store_state(cta, task, given.outputs)
-            if task.slot != NO_SLOT:
-                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
-                if shared.verdict[0] != NOBODY:
-                    merge_unit(cta, given, shared.verdict[0])
+            if tile.cluster == 1:
+                if task.slot != NO_SLOT:
+                    arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
+                    if shared.verdict[0] != NOBODY:
+                        merge_unit(cta, given, shared.verdict[0])
             t = t + 1
         wait_for_copies()
+        if tile.cluster > 1:
+            wait_for_cluster()
 
     function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
-    return overlapping(function) if tile.overlaps else function
+    return overlapping(function, in_clusters=tile.cluster > 1) if tile.overlaps else function

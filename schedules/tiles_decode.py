@@ -78,10 +78,13 @@ class DecodeTile(CudaTile):
         dim each.
     overlaps : bool
         Whether CTAs begin while the kernel before ends.
+    cluster : int
+        CTAs that share each item.
     """
 
     passes: int = 1
     overlaps: bool = False
+    cluster: int = 1
 
     @property
     def schedule(self) -> str:
@@ -101,6 +104,11 @@ class DecodeTile(CudaTile):
         """Tiles of 16 rows that a warp has: the item's."""
         return 1
 
+    @property
+    def state_rows(self) -> int:
+        """Rows whose peaks and totals are shared: each warp's, and in a cluster the CTA's."""
+        return self.rows * (self.warps + (self.cluster > 1))
+
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
         return dim // self.passes
@@ -111,10 +119,11 @@ class DecodeTile(CudaTile):
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
         rows = pitch(spec.head_dim_qk, kv_dtype) + pitch(spec.dim_vo, kv_dtype)
         ring = self.stages * self.block * rows * itemsize(kv_dtype)
-        state = self.rows * (state_pitch(self.part(spec.dim_vo)) + 2) * WORD_BYTES
+        state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
+        closed = 2 * self.state_rows * WORD_BYTES
         places = 2 * self.block * PLACE_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        return queries + self.warps * (ring + state + places + tasks) + WORD_BYTES
+        return queries + self.warps * (ring + state + places + tasks) + closed + WORD_BYTES
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""

@@ -173,8 +173,12 @@ def packed_module(module: Any) -> bytes:
 LAUNCH_PARAMS = "tirx.kernel_launch_params"
 """Attribute of a kernel of explicit threads: what its launch depends on, in this order."""
 _EARLY = "tirx.use_programtic_dependent_launch"
-EARLY_LAUNCH = ("blockIdx.x", "threadIdx.x", _EARLY, "tirx.use_dyn_shared_memory")
-"""Launch parameters of a kernel that may begin before the kernel before it ends."""
+
+
+def early_launch(in_clusters: bool) -> list[str]:
+    """Return launch parameters of a kernel that may begin before the kernel before it ends."""
+    cluster = ["clusterCtaIdx.x"] * in_clusters
+    return ["blockIdx.x", *cluster, "threadIdx.x", _EARLY, "tirx.use_dyn_shared_memory"]
 
 
 def _launches(host: Any) -> dict[str, Any]:

@@ -27,6 +27,6 @@ def wait_for_previous(cta):
         T.ptx.griddepcontrol.wait()
 
 
-def overlapping(function: Any) -> Any:
+def overlapping(function: Any, *, in_clusters: bool) -> Any:
     """Return a kernel that is launched so that it may begin early."""
-    return function.with_attr(_compat.LAUNCH_PARAMS, list(_compat.EARLY_LAUNCH))
+    return function.with_attr(_compat.LAUNCH_PARAMS, _compat.early_launch(in_clusters))
