@@ -73,7 +73,7 @@ class CudaMachine:
             return [self._given_ctas] * len(self._families)
         on_gpu = device.type == "cuda"
         count = multiprocessors(device) if on_gpu else self._multiprocessors
-        return [count * family.residents for family in self._families]
+        return [_queues(count, family) for family in self._families]
 
     def place(self, plan: Plan, device: torch.device, workspace: torch.Tensor | None) -> Placement:
         """Return the plan in the device's memory, where a copy will bring it on its stream."""
@@ -164,6 +164,16 @@ def check_capability(target: str, device: torch.device) -> None:
             f"this kernel was built for {target}, and {device} is an sm_{major}{minor} "
             f'({torch.cuda.get_device_name(device)}); build it for "cuda -arch=sm_{major}{minor}"'
         )
+
+
+def _queues(multiprocessors: int, family: Family) -> int:
+    """Return how many CTAs, or clusters, of a family are resident at once.
+
+    The multiprocessors of a cluster are neighbours: some of a card's are left over.
+    """
+    if family.cluster == 1:
+        return multiprocessors * family.residents
+    return max(multiprocessors * family.residents * 9 // (10 * family.cluster), 1)
 
 
 def _is_tensor(value: object) -> bool:

@@ -31,6 +31,8 @@ class Family:
         Fixed cost of an item, in blocks.
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
+    cluster : int
+        CTAs that share each item; if more than one, no unit may be cut.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Family:
     block: int
     overhead: int
     residents: int = 1
+    cluster: int = 1
 
 
 class WorkItem(NamedTuple):

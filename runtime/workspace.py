@@ -76,9 +76,11 @@ def workspace_size(
     """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
 
     `num_ctas` are those of each family. Without `fixed_split_size` the first does not grow with the
-    batch.
+    batch. A family in clusters takes another's place and no more room.
     """
     floats = ints = 0
+    pairs = zip(families, num_ctas, strict=True)
+    families, num_ctas = zip(*(pair for pair in pairs if pair[0].cluster == 1), strict=True)
     all_units = work_units(families, limits, spec.group_size)
     for family, ctas, units in zip(families, num_ctas, all_units, strict=True):
         pieces = 0

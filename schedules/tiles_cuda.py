@@ -27,9 +27,9 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-Kind = Literal["decode", "short", "long"]
+Kind = Literal["few", "decode", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
-"""Those whose kernels are made here; the decode family has tiles of its own."""
+"""Those whose tiles are here; decoding has tiles of its own."""
 SHORT_ROWS = 64
 """Query rows of the short family: a tile for each warp."""
 LONG_ROWS = 128
@@ -114,6 +114,11 @@ class CudaTile:
     def schedule(self) -> str:
         """Return the schedule that makes its kernel."""
         return "sm80"
+
+    @property
+    def cluster(self) -> int:
+        """Return how many CTAs share each item."""
+        return 1
 
     @property
     def threads(self) -> int:

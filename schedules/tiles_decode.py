@@ -27,6 +27,7 @@ from tvm_attn.schedules.tiles_cuda import (
     PLACE_BYTES,
     Candidate,
     CudaTile,
+    Kind,
     arch_of,
     with_residents,
 )
@@ -34,6 +35,12 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
+FAMILIES: tuple[Kind, ...] = ("few", "decode")
+"""Kernels of the same requests: the first, in clusters, is for batches with little to do."""
+CLUSTER = 8
+"""CTAs of a cluster: the most that every card with clusters has."""
+HAVE_CLUSTERS = {"wgmma", "tcgen05"}
+"""Features of cards whose clusters have as many CTAs."""
 STAGES = 2
 ENOUGH_WARPS = 8
 """Warps of a multiprocessor; more of them brought nothing."""
@@ -78,24 +85,26 @@ class DecodeTile(CudaTile):
         dim each.
     overlaps : bool
         Whether CTAs begin while the kernel before ends.
-    cluster : int
-        CTAs that share each item.
     """
 
     passes: int = 1
     overlaps: bool = False
-    cluster: int = 1
 
     @property
     def schedule(self) -> str:
         """Return the schedule that makes its kernel."""
         return "decode"
 
+    @property
+    def cluster(self) -> int:
+        """Return how many CTAs share each item."""
+        return CLUSTER if self.family == "few" else 1
+
     def __post_init__(self) -> None:
         """Validate."""
         sizes = (self.warps, self.residents, self.passes)
-        if self.family != "decode" or min(sizes) < 1 or self.stages != STAGES:
-            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, the family decode")
+        if self.family not in FAMILIES or min(sizes) < 1 or self.stages != STAGES:
+            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, families {FAMILIES}")
         if self.rows != ROWS or self.block not in (ROWS, 2 * ROWS):
             raise SpecError(f"{self}: rows are {ROWS}, keys of a block as many or twice as many")
 
@@ -149,26 +158,26 @@ def state_pitch(columns: int) -> int:
 
 
 def candidates(
-    spec: AttentionSpec, target: BuildTarget, makes: tuple[bool, bool] = (False, False)
+    spec: AttentionSpec, target: BuildTarget, family: Kind = "decode"
 ) -> list[Candidate]:
-    """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
+    """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
     arch = arch_of(target)
     found = []
-    for tile in _tiles(spec, "tma" in arch.features):
-        one = with_residents(tile, spec, arch, makes)
+    for tile in _tiles(spec, family, "tma" in arch.features):
+        one = with_residents(tile, spec, arch, (False, False))
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
         found.append(replace(one, tile=replace(one.tile, residents=residents)))
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
-def _tiles(spec: AttentionSpec, overlaps: bool) -> Iterator[DecodeTile]:
+def _tiles(spec: AttentionSpec, family: Kind, overlaps: bool) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
             sizes = (ROWS, block, warps, STAGES, 1, ITEM_TOKENS // block, passes)
-            yield DecodeTile("decode", *sizes, overlaps=overlaps)
+            yield DecodeTile(family, *sizes, overlaps=overlaps)
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:

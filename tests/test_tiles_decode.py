@@ -63,17 +63,18 @@ def test_a_kernel_asks_for_as_much_shared_memory_as_its_tile_says(
     variant: str, dims: tuple[int, int], kv_dtype: str | None
 ) -> None:
     problem = spec(dims, kv_dtype)
-    [tile] = tiles_to_try(problem, HOPPER, "decode", PLAIN)
-    kernel = generate_kernel(problem, VARIANTS[variant](problem), tile, HOPPER)
-    assert kernel.shared_bytes == tile.shared_bytes(problem)
-    assert kernel.threads == tile.threads
+    for family in ("few", "decode"):
+        [tile] = tiles_to_try(problem, HOPPER, family, PLAIN)
+        kernel = generate_kernel(problem, VARIANTS[variant](problem), tile, HOPPER)
+        assert kernel.shared_bytes == tile.shared_bytes(problem)
+        assert kernel.threads == tile.threads
 
 
 @pytest.mark.parametrize("makes", [*product((False, True), repeat=2)])
 def test_there_is_no_decode_family_for_transformed_keys_or_values(
     makes: tuple[bool, bool],
 ) -> None:
-    expected = FAMILIES if any(makes) else ("decode", *FAMILIES)
+    expected = FAMILIES if any(makes) else ("few", "decode", *FAMILIES)
     assert families(spec(), HOPPER, makes) == expected
     assert refuses_decode(spec(), HOPPER, makes) == (
         "keys or values are transformed" if any(makes) else ""
@@ -89,6 +90,16 @@ def test_there_is_no_decode_family_for_many_rows_a_token(group: int) -> None:
     assert says_why == (
         [] if group <= 16 else [f"no decode family: a token has {group} rows, more than 16"]
     )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_clusters_are_there_where_they_can_have_eight_ctas(arch: str) -> None:
+    has_clusters = arch in ("sm_90", "sm_100")
+    target = parse_target(arch)
+    assert ("few" in families(spec(), target, PLAIN)) == has_clusters
+    for each in ("few", "decode"):
+        [tile] = tiles_to_try(spec(), target, each, PLAIN)
+        assert tile.cluster == (8 if each == "few" else 1)
 
 
 def test_a_card_without_room_has_no_decode_family() -> None:

@@ -114,6 +114,7 @@ def generate_kernel(
                 {
                     **{"name": t.family, "rows": t.rows, "block": t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
+                    **({"cluster": t.cluster} if target.arch else {}),
                 }
                 for name, t in tiles.items()
             ],
