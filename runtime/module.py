@@ -83,7 +83,7 @@ class AttentionModule:
             spec.group_size,
             spec.num_kv_heads,
         )
-        self._planner = Planner(spec, self.params, inspector, self._machine, on_gpu)
+        self._planner = Planner(spec, self.params, inspector, self.families, self._machine, on_gpu)
         kernels = {f.name: libraries["attention"][f"attention_{f.name}"] for f in self.families}
         self._executor = Executor(spec, self.params, meta["use_softmax"], kernels, on_gpu)
 
@@ -121,9 +121,12 @@ class AttentionModule:
         kv_indices, kv_last_page_len : array
             ``[num_pages]`` and ``[batch]``; not for ragged K/V.
         limits : PlanLimits, optional
-            The largest batch this plan must be able to hold.
+            The largest batch this plan must be able to hold. On a GPU its memory is made for that,
+            once: a CUDA graph that captured a run sees what is planned into it (`out`) later. Its
+            plan-time parameters stay what they were, and cannot be arrays.
         out : Plan, optional
-            A plan of this kernel to replan into; on an error it keeps what it held.
+            A plan of this kernel to replan into; on an error it keeps what it held, and it keeps
+            the limits it has.
         workspace : torch.Tensor, optional
             Memory for partial states on the plan's device, at least ``workspace_size(limits)[0]``
             bytes; the library's own if not given.
@@ -131,7 +134,8 @@ class AttentionModule:
             Cut every request at multiples of this many KV tokens, so that its bits do not depend
             on the batch it is in.
         max_qo_len : int, optional
-            Longest query of the batch; checked, and otherwise only of use to device planning.
+            Longest query of the batch; checked. With `limits`, that of all batches to come: kernels
+            for longer ones are then not launched.
         q_pos_offset, kv_pos_offset : array, optional
             ``[batch]``: position of the first query (default kv_len - qo_len) and key (default 0).
         window_left : int, optional

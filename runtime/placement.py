@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tvm_attn.runtime.device import on_device
+
+if TYPE_CHECKING:
+    from tvm_attn.runtime.fixed import FixedMemory
 
 
 class Launch(NamedTuple):
@@ -40,6 +43,8 @@ class Placement:
         Of a GPU: the stream that work on these arrays was last queued on.
     memory : tuple of torch.Tensor
         Of a GPU: the memory that the plan owns.
+    fixed : FixedMemory, optional
+        Of a GPU: where the arrays of a plan with limits stay.
     """
 
     device: torch.device
@@ -48,6 +53,7 @@ class Placement:
     ones: torch.Tensor
     stream: torch.cuda.Stream | None = None
     memory: tuple[torch.Tensor, ...] = ()
+    fixed: FixedMemory | None = None
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.
