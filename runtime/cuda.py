@@ -117,7 +117,7 @@ class CudaMachine:
             Launch(
                 work.family.name,
                 tuple(map(copies.of, (*work.arrays, *plan.batch))),
-                (*states, copies.of(counters)),
+                (*states, copies.of(counters), *work.family.arguments),
             )
             for work, states, counters in zip(plan.work, partials, arrivals, strict=True)
         ]
@@ -192,11 +192,10 @@ def check_capability(target: str, device: torch.device) -> None:
 def _queues(multiprocessors: int, family: Family) -> int:
     """Return how many CTAs, or clusters, of a family are resident at once.
 
-    The multiprocessors of a cluster are neighbours: some of a card's are left over.
+    The multiprocessors of a large cluster are neighbours: some of a card's are left over.
     """
-    if family.cluster == 1:
-        return multiprocessors * family.residents
-    return max(multiprocessors * family.residents * 9 // (10 * family.cluster), 1)
+    count = multiprocessors * family.residents // max(family.cluster, 1)
+    return count if family.cluster <= 2 else max(count * 9 // 10, 1)
 
 
 def _is_tensor(value: object) -> bool:

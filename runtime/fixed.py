@@ -114,7 +114,7 @@ class FixedMemory:
             Launch(
                 family.name,
                 (*(of((family, name)) for name in lists), *batch),
-                (*self._partials[family], of((family, "arrivals"))),
+                (*self._partials[family], of((family, "arrivals")), *family.arguments),
             )
             for family in self._counts
         ]
@@ -176,13 +176,16 @@ def families_of(
 ) -> list[Family]:
     """Return the families that a batch may have work for.
 
-    One in clusters is among them if the largest batch has no more units than there are clusters.
+    One in clusters is among them if the largest batch has no more units than there are clusters:
+    that of the largest ones.
     """
     longest = (terms.max_qo_len or terms.limits.max_qo_tokens) * group_size
-    found, least = [], 1
+    found: list[Family] = []
+    least = 1
     for family, queues in zip(families, ctas, strict=True):
         if family.cluster > 1:
-            if longest <= family.rows and terms.limits.max_batch * num_kv_heads <= queues:
+            fits = terms.limits.max_batch * num_kv_heads <= queues
+            if longest <= family.rows and fits and not found:
                 found.append(family)
             continue
         if least <= longest:

@@ -19,8 +19,8 @@ NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
 UNCUT = 2**29
 """A fixed split that no request is longer than."""
-CLUSTER_SHARE = 9
-"""Clusters that it takes to have all of the memory's speed, more or less."""
+ALONE = 72
+"""CTAs that it takes to have all of the memory's speed, more or less."""
 MERGE_TOKENS = 2**14
 """Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
@@ -34,7 +34,7 @@ class Inspector:
         The compiled planner.
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
-        to the last. A first one in clusters takes the place of the next where that pays.
+        to the last. Those in clusters take the place of the first one that is not where it pays.
     group_size, num_kv_heads : int
         Of the kernel.
     """
@@ -50,8 +50,8 @@ class Inspector:
         self._plan_batch = plan_batch
         self._plan_work = plan_work
         self._all_families = families
-        self._few = next((family for family in families if family.cluster > 1), None)
-        self._families = [family for family in families if family.cluster == 1]
+        self._clusters = [family for family in families if family.cluster > 1]
+        self._families = [family for family in families if family.cluster < 2]
         self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
@@ -87,30 +87,33 @@ class Inspector:
         ctas = dict(zip(self._all_families, num_ctas, strict=True))
         for index, units in enumerate(self._units(plan, words)):
             if units:
-                family, split = self._families[index], fixed_split
-                if index == 0 and self._few and self._pays_few(plan, units, ctas, split):
-                    family, split = self._few, UNCUT
+                family = self._families[index]
+                if index == 0 and not fixed_split:
+                    family = self._choose(plan, family, units, ctas)
+                split = UNCUT if family.cluster > 1 else fixed_split
                 counts = (units, self._num_kv_heads, ctas[family])
                 work = self._deal(plan, family, index, counts, values, split, buffers)
                 if work.items.size:
                     plan.work.append(work)
         return plan
 
-    def _pays_few(
-        self, plan: Plan, units: int, ctas: Mapping[Family, int], fixed_split: int
-    ) -> bool:
-        """Whether a batch has so little to do that clusters without cuts are faster.
+    def _choose(self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]) -> Family:
+        """Return the family, or one in clusters that takes its place in a batch."""
+        pays = (each for each in self._clusters if self._pays(plan, each, units, ctas[each]))
+        return next(pays, family)
+
+    def _pays(self, plan: Plan, family: Family, units: int, clusters: int) -> bool:
+        """Whether a batch has so few units that clusters, which do not cut them, are faster.
 
         A cluster has a fraction of the memory's speed; so the longest request must not be much more
         than that fraction of all, unless merging the parts of its units would take longer still.
         """
-        few = self._few
-        is_decoding = few is not None and plan.max_qo_len * self._group_size <= few.rows
-        if few is None or not is_decoding or fixed_split:
+        if plan.max_qo_len * self._group_size > family.rows:
+            return False
+        if units * self._num_kv_heads > clusters:
             return False
         tokens = plan.num_kv_tokens * self._num_kv_heads
-        fits = units * self._num_kv_heads <= ctas[few]
-        return fits and plan.max_kv_len * CLUSTER_SHARE <= tokens + MERGE_TOKENS
+        return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
 
     def _units(self, plan: Plan, words: list[int]) -> list[int]:
         """Bound the units of each family: those that are sure to have none have 0."""

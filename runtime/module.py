@@ -65,7 +65,8 @@ class AttentionModule:
         self.device: str = meta.get("device", "cpu")
         self.backend: str = meta.get("backend", "cpu")
         self.params = tuple(param_from_json(p) for p in meta["params"])
-        self.families = tuple(Family(**f) for f in meta["families"])
+        families = (Family.from_json(fields) for fields in meta["families"])
+        self.families = tuple(family for alike in families for family in alike)
         self._artifact = artifact
         self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
@@ -318,14 +319,14 @@ class AttentionModule:
         code = {**self._artifact.libraries, **self._artifact.devices.get("attention", {})}
         kernels = self._artifact.meta.get("resources")
         return {
-            "families": [asdict(family) for family in self.families],
+            "families": [asdict(family) for family in self._distinct_families()],
             **({"kernels": kernels} if kernels else {"threads": self._machine.num_ctas(CPU)[0]}),
             "library_bytes": {name: len(content) for name, content in code.items()},
         }
 
     def __str__(self) -> str:
         """Return what it is, in a few lines."""
-        tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self.families)
+        tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self._distinct_families())
         return (
             f"AttentionModule: {self.variant}\n  spec    {self.spec}\n"
             f"  target  {self.target}, schedule {self.backend}{self._machine.describe()}\n"
@@ -334,6 +335,10 @@ class AttentionModule:
         )
 
     __repr__ = __str__
+
+    def _distinct_families(self) -> list[Family]:
+        """Return a family for each kernel."""
+        return [family for family in self.families if family.cluster < 2]
 
     def _uses(self) -> str:
         """Return what a CUDA kernel uses of a multiprocessor, a line for each query tile."""

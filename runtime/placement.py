@@ -17,12 +17,13 @@ class Launch(NamedTuple):
     """What the launch of one family's kernel takes of a plan.
 
     ``indices`` are the work list and the batch, ``partials`` the room for partial states (and, on
-    a GPU, the counters of the parts that have arrived), each in the kernel's order.
+    a GPU, the counters of the parts that have arrived, and how many CTAs share an item, where there
+    is a choice), each in the kernel's order.
     """
 
     family: str
     indices: tuple[Any, ...]
-    partials: tuple[torch.Tensor, ...]
+    partials: tuple[Any, ...]
 
 
 @dataclass

@@ -76,7 +76,7 @@ def workspace_size(
     counts = family_counts(spec, families, limits, num_ctas, fixed_split_size)
     floats, ints = 0, HEADER_WORDS
     for family, of_family in counts.items():
-        if family.cluster == 1:
+        if family.cluster < 2:
             floats += of_family.slots * partial_words(spec, family)
             ints += sum(math.prod(shape) for shape in work_sizes(of_family).values())
     ints += sum(math.prod(shape) for shape in batch_sizes(spec, limits).values())

@@ -16,9 +16,11 @@ from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     rank_in_cluster,
+    shares_item,
     wait_for_cluster,
 )
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
+from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
 from tvm_attn.schedules.primitives.join import store_state
 from tvm_attn.schedules.primitives.overlap import (
     let_next_begin,
@@ -26,8 +28,9 @@ from tvm_attn.schedules.primitives.overlap import (
     wait_for_previous,
 )
 from tvm_attn.schedules.primitives.parts import merge_unit
+from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
-from tvm_attn.schedules.primitives.registers import Registers
+from tvm_attn.schedules.primitives.registers import Registers, held
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
@@ -35,8 +38,6 @@ from tvm_attn.schedules.primitives.stream_gemm import pv, qk
 from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles
 from tvm_attn.schedules.primitives.task import (
     Task,
-    derive,
-    divide_by_page_size,
     read_item,
     read_request,
 )
@@ -49,8 +50,8 @@ from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
-NUM_OUTPUTS = 5
-"""Trailing parameters that are written: partial_o, partial_lse, arrivals, out, lse."""
+NUM_OUTPUTS = 6
+"""Trailing parameters: partial_o, partial_lse, arrivals, size, out, lse."""
 
 
 @T.inline
@@ -69,7 +70,7 @@ def prepare(cta, work, batch, q, t, end):
     read_item(cta.own, work.items, t + 3, end)
     read_request(cta.own, batch, t + 2, end)
     if t + 1 < end:
-        derive(cta.own, following, *following.keys())
+        derive_keys(cta, following)
         load_q(cta, following, q, t + 1)
     T.cuda.warp_sync()
 
@@ -80,7 +81,8 @@ def attend(cta, task, ahead, t, end, s):
 
     Blocks of all items are a stream, `s` is the position in it.
     """
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
+    is_folded = T.meta_var(cta.hooks.variant.logits_transform is None)
+    factor: T.float32 = factor_of(cta, task) if is_folded else f32(1.0)
     hold_queries(cta, t)
     init_state(cta)
     kv0: T.int32 = cta.first_key(task)
@@ -112,7 +114,8 @@ def attention(
     Returns
     -------
     tvm.tirx.PrimFunc
-        Parameters as of `tvm_attn.schedules.sm80.attention`.
+        Parameters as of `tvm_attn.schedules.sm80.attention`, and after arrivals ``size``: how many
+        CTAs share each item. Where it is not 1, no unit may be cut.
     """
 
     @T.prim_func(check_well_formed=False)
@@ -138,6 +141,7 @@ def attention(
         partial_o_h: T.handle,
         partial_lse_h: T.handle,
         arrivals_h: T.handle,
+        size: T.int32,
         out_h: T.handle,
         lse_h: T.handle,
     ):
@@ -165,26 +169,32 @@ def attention(
         q, k, v, work, batch = T.meta_var((given.q, given.k, given.v, given.work, given.batch))
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
-        place = T.cta_id([(work.cta_indptr.shape[0] - 1) * tile.cluster])
-        c = T.meta_var(place // tile.cluster)
-        rank = T.meta_var(rank_in_cluster(tile.cluster))
+        place = T.cta_id([(work.cta_indptr.shape[0] - 1) * size])
+        rank = T.meta_var(rank_in_cluster(tile, size))
+        c = T.meta_var(T.truncdiv(place, size))
         thread = T.thread_id([tile.threads])
         warp = T.warp_id([tile.warps])
-        lane = T.meta_var(Lane(thread % WARP))
+        lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))
         shared = T.meta_var(StreamTiles.allocate(spec, tile, warp))
         registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
         queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
-        who = T.meta_var((thread, warp, lane, shared, registers, queries, rank))
+        pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
+        reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
+        who = T.meta_var(
+            (thread, warp, lane, shared, registers, queries, pages, reciprocal, size, rank)
+        )
         cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who))
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
-        ahead = T.meta_var(Ahead.begin(t, batch, k, v))
+        k_places, v_places = T.meta_var(
+            [Places.of_cache(cache, spec.kv_layout) for cache in (k, v)]
+        )
+        ahead = T.meta_var(Ahead.begin(t, batch, k_places, v_places))
         let_next_begin(cta)
-        if tile.cluster > 1:
+        if shares_item(cta):
             arrive_at_cluster()
         if t < end:
-            divide_by_page_size(cta.own, CacheAccess.of(spec, batch, k))
             for i in T.unroll(3):
                 read_item(cta.own, work.items, t + i, end)
             settle()
@@ -193,7 +203,7 @@ def attention(
             settle()
             wait_for_previous(cta)
             first = T.meta_var(Task.of(cta, batch, t))
-            derive(cta.own, first, *first.keys())
+            derive_keys(cta, first)
             load_q(cta, first, q, t)
             commit_copies()
             for _ in T.serial(2):
@@ -203,17 +213,16 @@ def attention(
         while t < end:
             task = T.meta_var(Task.of(cta, batch, t))
             prepare(cta, work, batch, q, t, end)
-            attend(cta, task, ahead, t, end, s)
+            attend(cta, HeldTask.hold(task), ahead, t, end, s)
             store_state(cta, task, given.outputs)
-            if tile.cluster == 1:
-                if task.slot != NO_SLOT:
-                    arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
-                    if shared.verdict[0] != NOBODY:
-                        merge_unit(cta, given, shared.verdict[0])
+            if task.slot != NO_SLOT:
+                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
+                if shared.verdict[0] != NOBODY:
+                    merge_unit(cta, given, shared.verdict[0])
             t = t + 1
         wait_for_copies()
-        if tile.cluster > 1:
+        if shares_item(cta):
             wait_for_cluster()
 
     function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
-    return overlapping(function, in_clusters=tile.cluster > 1) if tile.overlaps else function
+    return overlapping(function, in_clusters=bool(tile.clusters)) if tile.overlaps else function

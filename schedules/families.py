@@ -1,8 +1,7 @@
 """Which schedule makes the kernel of which family of query tiles: the one place that chooses.
 
 A request belongs to the first family whose tile holds all of its rows, else to the last one. The
-decode family is there where its kernel can be: its rows are few, its warps stream keys. So has the
-family ``few`` before it, in clusters, which a plan takes instead of it if there is little to do.
+decode family is there where its kernel can be: its rows are few, its warps stream keys.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ def families(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> tuple[Ki
     """Return the families of a GPU's kernel, those of fewest rows first."""
     if refuses_decode(spec, target, makes):
         return tiles_cuda.FAMILIES
-    has_clusters = tiles_decode.HAVE_CLUSTERS & target.features
-    few, decode = tiles_decode.FAMILIES
-    return *([few] if has_clusters else []), decode, *tiles_cuda.FAMILIES
+    return "decode", *tiles_cuda.FAMILIES
 
 
 def refuses_decode(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> str:
@@ -42,8 +39,8 @@ def candidates(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[Candidate]:
     """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
-    if family in tiles_decode.FAMILIES:
-        return tiles_decode.candidates(spec, target, family)
+    if family == "decode":
+        return tiles_decode.candidates(spec, target)
     return tiles_cuda.candidates(spec, target, family, makes)
 
 
@@ -51,7 +48,7 @@ def tiles_to_try(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[CudaTile]:
     """Return the best tile of a family, and after it some to try if its registers spill."""
-    if family in tiles_decode.FAMILIES:
+    if family == "decode":
         return [candidates(spec, target, family, makes)[0].tile]
     return tiles_cuda.tiles_to_try(spec, target, family, makes)
 

@@ -27,7 +27,7 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-Kind = Literal["few", "decode", "short", "long"]
+Kind = Literal["decode", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
 """Those whose tiles are here; decoding has tiles of its own."""
 SHORT_ROWS = 64
@@ -116,9 +116,14 @@ class CudaTile:
         return "sm80"
 
     @property
-    def cluster(self) -> int:
-        """Return how many CTAs share each item."""
-        return 1
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return self.block
+
+    @property
+    def clusters(self) -> tuple[int, ...] | None:
+        """How many CTAs can share each item, besides one; None if the kernel knows of none."""
+        return None
 
     @property
     def threads(self) -> int:

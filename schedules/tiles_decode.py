@@ -24,10 +24,8 @@ from tvm_attn.schedules.primitives.shapes import (
     pitch,
 )
 from tvm_attn.schedules.tiles_cuda import (
-    PLACE_BYTES,
     Candidate,
     CudaTile,
-    Kind,
     arch_of,
     with_residents,
 )
@@ -35,12 +33,12 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-FAMILIES: tuple[Kind, ...] = ("few", "decode")
-"""Kernels of the same requests: the first, in clusters, is for batches with little to do."""
-CLUSTER = 8
-"""CTAs of a cluster: the most that every card with clusters has."""
+CLUSTERS = (8, 4, 2)
+"""CTAs that may share each item of a plan with few units, most first."""
 HAVE_CLUSTERS = {"wgmma", "tcgen05"}
 """Features of cards whose clusters have as many CTAs."""
+GRANULE = 64
+"""Keys of a granule: a piece of a cut unit has at least four."""
 STAGES = 2
 ENOUGH_WARPS = 8
 """Warps of a multiprocessor; more of them brought nothing."""
@@ -49,8 +47,6 @@ WARPS = (4, 8, 2)
 PASSES = range(1, 6)
 STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
-ITEM_TOKENS = 32
-"""What an item costs besides its keys, in tokens."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -85,10 +81,13 @@ class DecodeTile(CudaTile):
         dim each.
     overlaps : bool
         Whether CTAs begin while the kernel before ends.
+    clusters : tuple of int
+        How many CTAs can share each item, besides one alone.
     """
 
     passes: int = 1
     overlaps: bool = False
+    clusters: tuple[int, ...] = ()
 
     @property
     def schedule(self) -> str:
@@ -96,15 +95,15 @@ class DecodeTile(CudaTile):
         return "decode"
 
     @property
-    def cluster(self) -> int:
-        """Return how many CTAs share each item."""
-        return CLUSTER if self.family == "few" else 1
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return GRANULE
 
     def __post_init__(self) -> None:
         """Validate."""
         sizes = (self.warps, self.residents, self.passes)
-        if self.family not in FAMILIES or min(sizes) < 1 or self.stages != STAGES:
-            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, families {FAMILIES}")
+        if self.family != "decode" or min(sizes) < 1 or self.stages != STAGES:
+            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, the family decode")
         if self.rows != ROWS or self.block not in (ROWS, 2 * ROWS):
             raise SpecError(f"{self}: rows are {ROWS}, keys of a block as many or twice as many")
 
@@ -116,7 +115,7 @@ class DecodeTile(CudaTile):
     @property
     def state_rows(self) -> int:
         """Rows whose peaks and totals are shared: each warp's, and in a cluster the CTA's."""
-        return self.rows * (self.warps + (self.cluster > 1))
+        return self.rows * (self.warps + bool(self.clusters))
 
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
@@ -130,9 +129,8 @@ class DecodeTile(CudaTile):
         ring = self.stages * self.block * rows * itemsize(kv_dtype)
         state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
         closed = 2 * self.state_rows * WORD_BYTES
-        places = 2 * self.block * PLACE_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        return queries + self.warps * (ring + state + places + tasks) + closed + WORD_BYTES
+        return queries + self.warps * (ring + state + tasks) + closed + WORD_BYTES
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
@@ -157,27 +155,26 @@ def state_pitch(columns: int) -> int:
     return columns + COLUMNS + (-columns) % WARP
 
 
-def candidates(
-    spec: AttentionSpec, target: BuildTarget, family: Kind = "decode"
-) -> list[Candidate]:
-    """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
+def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
+    """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
     arch = arch_of(target)
     found = []
-    for tile in _tiles(spec, family, "tma" in arch.features):
+    clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
+    for tile in _tiles(spec):
+        tile = replace(tile, overlaps="tma" in arch.features, clusters=clusters)
         one = with_residents(tile, spec, arch, (False, False))
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
         found.append(replace(one, tile=replace(one.tile, residents=residents)))
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
-def _tiles(spec: AttentionSpec, family: Kind, overlaps: bool) -> Iterator[DecodeTile]:
+def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
-            sizes = (ROWS, block, warps, STAGES, 1, ITEM_TOKENS // block, passes)
-            yield DecodeTile(family, *sizes, overlaps=overlaps)
+            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes)
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:

@@ -122,9 +122,10 @@ def test_what_is_fixed_cannot_change(cache: tuple[torch.Tensor, torch.Tensor]) -
         masked.plan(small.fmt, limits=LIMITS, custom_mask=bits)
 
 
-FEW, DECODE, SHORT, LONG = FAMILIES = (
-    Family("few", 16, 16, 2, 2, cluster=8),
-    Family("decode", 16, 16, 2, 2),
+EIGHT, TWO, DECODE, SHORT, LONG = FAMILIES = (
+    Family("decode", 16, 64, 1, 2, cluster=8),
+    Family("decode", 16, 64, 1, 2, cluster=2),
+    Family("decode", 16, 64, 1, 2, cluster=1),
     Family("short", 64, 64, 1, 2),
     Family("long", 128, 64, 1, 2),
 )
@@ -133,12 +134,13 @@ FEW, DECODE, SHORT, LONG = FAMILIES = (
 @pytest.mark.parametrize(
     ("max_batch", "max_qo_tokens", "max_qo_len", "expected"),
     [
-        (3, 3, 1, [FEW, DECODE]),
-        (4, 4, 1, [DECODE]),
-        (3, 12, 4, [FEW, DECODE]),
+        (3, 3, 1, [EIGHT, DECODE]),
+        (4, 4, 1, [TWO, DECODE]),
+        (17, 17, 1, [DECODE]),
+        (3, 12, 4, [EIGHT, DECODE]),
         (3, 15, 5, [DECODE, SHORT]),
         (3, 100, 17, [DECODE, SHORT, LONG]),
-        (3, 3, 0, [FEW, DECODE]),
+        (3, 3, 0, [EIGHT, DECODE]),
         (3, 30, 0, [DECODE, SHORT, LONG]),
     ],
 )
@@ -146,4 +148,4 @@ def test_kernels_are_launched_that_may_have_work(
     max_batch: int, max_qo_tokens: int, max_qo_len: int, expected: list[Family]
 ) -> None:
     terms = Terms(PlanLimits(max_batch, max_qo_tokens, 1000), 0, max_qo_len)
-    assert families_of(FAMILIES, terms, 4, 8, [29, 264, 264, 264]) == expected
+    assert families_of(FAMILIES, terms, 4, 8, [29, 132, 264, 264, 264]) == expected

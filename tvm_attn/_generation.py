@@ -112,9 +112,10 @@ def generate_kernel(
             **_facts(hooks, target),
             "families": [
                 {
-                    **{"name": t.family, "rows": t.rows, "block": t.block},
+                    **{"name": t.family, "rows": t.rows},
+                    **{"block": t.granule if target.arch else t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
-                    **({"cluster": t.cluster} if target.arch else {}),
+                    **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
                 }
                 for name, t in tiles.items()
             ],

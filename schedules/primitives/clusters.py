@@ -9,9 +9,14 @@ from tvm.script import tirx as T
 from tvm_attn.variant import Expr
 
 
-def rank_in_cluster(size: int) -> Expr:
+def rank_in_cluster(tile: Any, size: Expr) -> Expr:
     """Return which CTA of its cluster of so many this one is."""
-    return T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
+    return T.cta_id_in_cluster([size]) if tile.clusters else T.int32(0)
+
+
+def shares_item(cta: Any) -> Expr:
+    """Whether the CTA shares its items with others."""
+    return cta.cluster > 1 if cta.tile.clusters else False
 
 
 def arrive_at_cluster() -> Expr:

@@ -13,6 +13,7 @@ from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     load_peer,
     load_peer_quad,
+    shares_item,
     wait_for_cluster,
 )
 from tvm_attn.schedules.primitives.finish import QUAD, Joined, store_quad
@@ -90,25 +91,30 @@ def join_own(cta, task, joined):
 
 @T.inline
 def join_peers(cta, joined, place, column):
-    """Join the states of a cluster's CTAs of four neighbouring elements, in the CTAs' order."""
+    """Join the states of a cluster's CTAs of four neighbouring elements, in the CTAs' order.
+
+    All is loaded before any is used; of a small cluster, the last CTA's more than once.
+    """
     state, tiles, last = T.meta_var((cta.hooks.accumulation, cta.shared, cta.tile.warps))
-    size = T.meta_var(cta.tile.cluster)
+    size = T.meta_var(max(cta.tile.clusters))
     at = T.alloc_local((1,), "uint32")
     peaks, totals, parts = T.meta_var(
         [T.alloc_local((n,), "float32") for n in (size, size, QUAD * size)]
     )
     empty(cta, joined)
     for r in T.unroll(size):
-        address_in(at[0], tiles.peak_address(last, place), r)
+        peer = T.meta_var(T.min(T.int32(0) + r, cta.cluster - 1))
+        address_in(at[0], tiles.peak_address(last, place), peer)
         load_peer(peaks[r], at[0])
-        address_in(at[0], tiles.total_address(last, place), r)
+        address_in(at[0], tiles.total_address(last, place), peer)
         load_peer(totals[r], at[0])
-        address_in(at[0], tiles.state_address(0, place, column), r)
+        address_in(at[0], tiles.state_address(0, place, column), peer)
         load_peer_quad([parts[QUAD * r + e] for e in range(QUAD)], at[0])
     for r in T.unroll(size):
         joined.peak[0] = state.peak(joined.peak[0], peaks[r])
     for r in T.unroll(size):
-        scale: T.let[T.float32] = state.rescale(peaks[r], joined.peak[0])
+        weight = T.meta_var(state.rescale(peaks[r], joined.peak[0]))
+        scale: T.let[T.float32] = T.Select(r < cta.cluster, weight, f32(0.0))
         joined.total[0] = joined.total[0] + totals[r] * scale
         for e in T.unroll(QUAD):
             joined.out[e] = joined.out[e] + parts[QUAD * r + e] * scale
@@ -123,12 +129,12 @@ def store_joined(cta, task, outputs, joined, turn):
     while i < (task.row_end - task.row0) * quads:
         place: T.let[T.int32] = i // quads
         column: T.let[T.int32] = i % quads * QUAD
-        if cta.tile.cluster == 1:
-            join(cta, joined, place, column)
-        else:
+        if shares_item(cta):
             join_peers(cta, joined, place, column)
+        else:
+            join(cta, joined, place, column)
         store_quad(cta, task, outputs, joined, place, turn * columns + column)
-        i = i + cta.tile.cluster * cta.tile.threads
+        i = i + cta.cluster * cta.tile.threads
 
 
 @T.inline
@@ -140,17 +146,16 @@ def store_state(cta, task, outputs):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
     for turn in T.unroll(cta.tile.passes):
-        if cta.tile.cluster == 1:
-            T.cuda.cta_sync()  # the warps have read what was shared before
-            share_state(cta, task, turn)
-            T.cuda.cta_sync()
-            store_joined(cta, task, outputs, joined, turn)
+        if shares_item(cta):
+            wait_for_cluster()  # the peers have read what was shared before
         else:
-            wait_for_cluster()  # so have the peers
-            share_state(cta, task, turn)
-            T.cuda.cta_sync()
+            T.cuda.cta_sync()  # the warps have
+        share_state(cta, task, turn)
+        T.cuda.cta_sync()
+        if shares_item(cta):
             join_own(cta, task, joined)
             arrive_at_cluster()
             wait_for_cluster()
-            store_joined(cta, task, outputs, joined, turn)
+        store_joined(cta, task, outputs, joined, turn)
+        if shares_item(cta):
             arrive_at_cluster()

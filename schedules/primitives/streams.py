@@ -21,17 +21,13 @@ class StreamTiles:
     """Shared memory of a CTA, most of which belongs to one warp each.
 
     ``q`` has the rows of two items, as they are stored. ``k`` and ``v`` are the warps' rings of
-    blocks; ``k_place`` and ``v_place`` say where the tokens of the block are that a warp copies
-    next, as int64 offsets in elements; ``tasks`` are words of `task.Task`, the warp's own.
-    ``state`` (rows of outputs), ``peaks`` and ``totals`` are where warps put their states to be
-    joined; ``verdict`` is one word.
+    blocks; ``tasks`` are words of `task.Task`, the warp's own. ``state`` (rows of outputs),
+    ``peaks`` and ``totals`` are where warps put their states to be joined; ``verdict`` is one word.
     """
 
     q: SharedTile
     k: SharedTile
     v: SharedTile
-    k_place: Any
-    v_place: Any
     tasks: Any
     state: Any
     peaks: Any
@@ -54,14 +50,12 @@ class StreamTiles:
         rows = tile.warps * tile.rows
         state = pool.alloc((rows * columns,), "float32", align=16)
         peaks, totals = (pool.alloc((tile.state_rows,), "float32", align=16) for _ in range(2))
-        places = [pool.alloc((tile.warps * tile.block,), "int64", align=16) for _ in range(2)]
         tasks = pool.alloc((tile.warps * TASKS * TASK_WORDS,), "int32", align=16)
         verdict = pool.alloc((1,), "int32", align=4)
         pool.commit()
-        k_place, v_place = (_part(place, tile.block, warp) for place in places)
         own_tasks = _part(tasks, TASKS * TASK_WORDS, warp)
         origins = tuple(shared_address(buffer) for buffer in (state, peaks, totals))
-        fields = (q, k, v, k_place, v_place, own_tasks, state, peaks, totals, verdict)
+        fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
         return StreamTiles(*fields, origins, columns)
 
     def state_index(self, warp: Expr, place: Expr, column: Expr) -> Expr:
@@ -101,6 +95,9 @@ class StreamingCta(Cta):
     tile: DecodeTile
     shared: Any
     queries: Any
+    page_size: Expr
+    page_reciprocal: Expr
+    cluster: Expr
     rank: Expr
 
     @property
@@ -129,9 +126,9 @@ class StreamingCta(Cta):
         return replace(self, thread=self.lane.index)
 
     @property
-    def turn(self) -> int:
+    def turn(self) -> Expr:
         """Tokens from one block of a warp to its next."""
-        return self.tile.cluster * self.tile.warps * self.tile.block
+        return self.cluster * (self.tile.warps * self.tile.block)
 
     def first_key(self, task: Any) -> Expr:
         """First key of a task that is this warp's."""
