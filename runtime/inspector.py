@@ -21,6 +21,8 @@ UNCUT = 2**29
 """A fixed split that no request is longer than."""
 ALONE = 72
 """CTAs that it takes to have all of the memory's speed, more or less."""
+CROWD = 2
+"""Units for each cluster that are still few, where some are cut."""
 MERGE_TOKENS = 2**14
 """Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
@@ -87,31 +89,40 @@ class Inspector:
         ctas = dict(zip(self._all_families, num_ctas, strict=True))
         for index, units in enumerate(self._units(plan, words)):
             if units:
-                family = self._families[index]
+                family, split = self._families[index], fixed_split
                 if index == 0 and not fixed_split:
-                    family = self._choose(plan, family, units, ctas)
-                split = UNCUT if family.cluster > 1 else fixed_split
+                    family, split = self._choose(plan, family, units, ctas)
                 counts = (units, self._num_kv_heads, ctas[family])
                 work = self._deal(plan, family, index, counts, values, split, buffers)
                 if work.items.size:
                     plan.work.append(work)
         return plan
 
-    def _choose(self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]) -> Family:
-        """Return the family, or one in clusters that takes its place in a batch."""
-        pays = (each for each in self._clusters if self._pays(plan, each, units, ctas[each]))
-        return next(pays, family)
+    def _choose(
+        self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
+    ) -> tuple[Family, int]:
+        """Return the family, or one in clusters that takes its place in a batch, and its split.
 
-    def _pays(self, plan: Plan, family: Family, units: int, clusters: int) -> bool:
-        """Whether a batch has so few units that clusters, which do not cut them, are faster.
+        With few units of like length none is cut: the largest clusters share one each that are as
+        many. With few of which some are much longer, clusters have fewer parts to merge.
+        """
+        units = units * self._num_kv_heads
+        is_decoding = plan.max_qo_len * self._group_size <= family.rows
+        fitting = [each for each in self._clusters if is_decoding and units <= ctas[each]]
+        for each in fitting:
+            if self._pays_whole(plan, each):
+                return each, UNCUT
+        for each in self._clusters if fitting else ():
+            if units <= CROWD * ctas[each]:
+                return each, 0
+        return family, 0
+
+    def _pays_whole(self, plan: Plan, family: Family) -> bool:
+        """Whether clusters that do not cut units are faster than cutting them.
 
         A cluster has a fraction of the memory's speed; so the longest request must not be much more
         than that fraction of all, unless merging the parts of its units would take longer still.
         """
-        if plan.max_qo_len * self._group_size > family.rows:
-            return False
-        if units * self._num_kv_heads > clusters:
-            return False
         tokens = plan.num_kv_tokens * self._num_kv_heads
         return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
 

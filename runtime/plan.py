@@ -32,8 +32,7 @@ class Family:
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
     cluster : int
-        CTAs that share each item, if the kernel is told that, else 0. If they are more than one,
-        no unit may be cut.
+        CTAs that share each item, if the kernel is told that, else 0.
     """
 
     name: str

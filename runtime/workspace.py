@@ -106,14 +106,12 @@ def family_counts(
         rows = limits.max_qo_tokens * spec.group_size
         units = limits.max_batch + is_last * (rows // family.rows)
         pieces = 0
-        if family.cluster > 1:
-            pieces = units
-        elif fixed_split_size:
+        if fixed_split_size:
             tiles = -(-rows // family.rows) if is_last else 1
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
         counts = (units, spec.num_kv_heads, ctas, pieces)
-        slots = 0 if family.cluster > 1 else sizes.max_slots(*counts)
-        found[family] = Counts(ctas, sizes.max_items(*counts), slots, sizes.max_merges(*counts))
+        bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
+        found[family] = Counts(ctas, *bounds)
     return found
 
 

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
-from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
+from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive_together
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     rank_in_cluster,
@@ -115,7 +115,7 @@ def attention(
     -------
     tvm.tirx.PrimFunc
         Parameters as of `tvm_attn.schedules.sm80.attention`, and after arrivals ``size``: how many
-        CTAs share each item. Where it is not 1, no unit may be cut.
+        CTAs share each item.
     """
 
     @T.prim_func(check_well_formed=False)
@@ -216,9 +216,14 @@ def attention(
             attend(cta, HeldTask.hold(task), ahead, t, end, s)
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
-                if shared.verdict[0] != NOBODY:
-                    merge_unit(cta, given, shared.verdict[0])
+                if shares_item(cta):
+                    wait_for_cluster()  # the peers have read what this CTA will write over
+                last = T.meta_var(shared.verdict)
+                arrive_together(size, task.slot, work.merge_indptr, arrivals, last, thread)
+                if last[0] != NOBODY:
+                    merge_unit(cta, given, last[0])
+                if shares_item(cta):
+                    arrive_at_cluster()
             t = t + 1
         wait_for_copies()
         if shares_item(cta):

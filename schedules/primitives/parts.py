@@ -105,4 +105,4 @@ def merge_unit(cta, given, m):
     for i in T.unroll(HALVES):
         if cta.lane.column(0) != 0:  # a row's lanes have the same total, which is summed over them
             r.total[i] = f32(0.0)
-    store_state(cta, whole, given.outputs)
+    store_state(cta.alone, whole, given.outputs)

@@ -126,6 +126,11 @@ class StreamingCta(Cta):
         return replace(self, thread=self.lane.index)
 
     @property
+    def alone(self) -> StreamingCta:
+        """The CTA as if it shared its items with none, for what it does without its peers."""
+        return replace(self, cluster=1, rank=0)
+
+    @property
     def turn(self) -> Expr:
         """Tokens from one block of a warp to its next."""
         return self.cluster * (self.tile.warps * self.tile.block)
