@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,14 @@ from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, Header, Sta
 Params = dict[str, list[Any]]
 NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
+UNCUT = 2**29
+"""A fixed split that no request is longer than."""
+ALONE = 72
+"""CTAs that it takes to have all of the memory's speed, more or less."""
+CROWD = 2
+"""Units for each cluster that are still few, where some are cut."""
+MERGE_TOKENS = 2**14
+"""Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
 
 class Inspector:
@@ -28,7 +36,7 @@ class Inspector:
         The compiled planner.
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
-        to the last.
+        to the last. Those in clusters take the place of the first one that is not where it pays.
     group_size, num_kv_heads : int
         Of the kernel.
     """
@@ -43,8 +51,10 @@ class Inspector:
     ):
         self._plan_batch = plan_batch
         self._plan_work = plan_work
-        self._families = families
-        self._bounds = (0, *(family.rows for family in families[:-1]), MAX_ROWS)
+        self._all_families = families
+        self._clusters = [family for family in families if family.cluster > 1]
+        self._families = [family for family in families if family.cluster < 2]
+        self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._pool = BufferPool()
@@ -76,13 +86,45 @@ class Inspector:
         plan = Plan(owner, words, batch, buffers, self._pool)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
+        ctas = dict(zip(self._all_families, num_ctas, strict=True))
         for index, units in enumerate(self._units(plan, words)):
             if units:
-                ctas = num_ctas[index]
-                work = self._deal(plan, index, units, ctas, values, fixed_split, buffers)
+                family, split = self._families[index], fixed_split
+                if index == 0 and not fixed_split:
+                    family, split = self._choose(plan, family, units, ctas)
+                counts = (units, self._num_kv_heads, ctas[family])
+                work = self._deal(plan, family, index, counts, values, split, buffers)
                 if work.items.size:
                     plan.work.append(work)
         return plan
+
+    def _choose(
+        self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
+    ) -> tuple[Family, int]:
+        """Return the family, or one in clusters that takes its place in a batch, and its split.
+
+        With few units of like length none is cut: the largest clusters share one each that are as
+        many. With few of which some are much longer, clusters have fewer parts to merge.
+        """
+        units = units * self._num_kv_heads
+        is_decoding = plan.max_qo_len * self._group_size <= family.rows
+        fitting = [each for each in self._clusters if is_decoding and units <= ctas[each]]
+        for each in fitting:
+            if self._pays_whole(plan, each):
+                return each, UNCUT
+        for each in self._clusters if fitting else ():
+            if units <= CROWD * ctas[each]:
+                return each, 0
+        return family, 0
+
+    def _pays_whole(self, plan: Plan, family: Family) -> bool:
+        """Whether clusters that do not cut units are faster than cutting them.
+
+        A cluster has a fraction of the memory's speed; so the longest request must not be much more
+        than that fraction of all, unless merging the parts of its units would take longer still.
+        """
+        tokens = plan.num_kv_tokens * self._num_kv_heads
+        return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
 
     def _units(self, plan: Plan, words: list[int]) -> list[int]:
         """Bound the units of each family: those that are sure to have none have 0."""
@@ -120,26 +162,25 @@ class Inspector:
     def _deal(
         self,
         plan: Plan,
+        family: Family,
         index: int,
-        units: int,
-        num_ctas: int,
+        counts: tuple[int, int, int],
         values: list[Any],
         fixed_split: int,
         buffers: Buffers,
     ) -> WorkList:
-        family = self._families[index]
+        units, num_kv_heads, num_ctas = counts
         pieces = self._pieces(plan, index, units, fixed_split)
-        counts = (units, self._num_kv_heads, num_ctas, pieces)
-        max_slots = sizes.max_slots(*counts)
+        max_slots = sizes.max_slots(*counts, pieces)
         items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
-            buffers, family.name, *counts
+            buffers, family.name, *counts, pieces
         )
         header = buffers.take("header", HEADER_WORDS)
         qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
         self._plan_work(
             qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
             *values,
-            plan.batch_size, self._num_kv_heads, *self._at_once(plan, family),
+            plan.batch_size, num_kv_heads, *self._at_once(plan, family),
             num_ctas, self._group_size,
             self._bounds[index] + 1, self._bounds[index + 1],
             family.rows, family.block, family.overhead, fixed_split, max_slots,

@@ -12,12 +12,25 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
-from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
+from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive_together
+from tvm_attn.schedules.primitives.clusters import (
+    arrive_at_cluster,
+    rank_in_cluster,
+    shares_item,
+    wait_for_cluster,
+)
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
+from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
 from tvm_attn.schedules.primitives.join import store_state
-from tvm_attn.schedules.primitives.merge import merge_unit
+from tvm_attn.schedules.primitives.overlap import (
+    let_next_begin,
+    overlapping,
+    wait_for_previous,
+)
+from tvm_attn.schedules.primitives.parts import merge_unit
+from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
-from tvm_attn.schedules.primitives.registers import Registers
+from tvm_attn.schedules.primitives.registers import Registers, held
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
@@ -25,8 +38,6 @@ from tvm_attn.schedules.primitives.stream_gemm import pv, qk
 from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles
 from tvm_attn.schedules.primitives.task import (
     Task,
-    derive,
-    divide_by_page_size,
     read_item,
     read_request,
 )
@@ -39,8 +50,8 @@ from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
-NUM_OUTPUTS = 5
-"""Trailing parameters that are written: partial_o, partial_lse, arrivals, out, lse."""
+NUM_OUTPUTS = 6
+"""Trailing parameters: partial_o, partial_lse, arrivals, size, out, lse."""
 
 
 @T.inline
@@ -55,10 +66,11 @@ def settle():
 def prepare(cta, work, batch, q, t, end):
     """Read what is to come after item `t`, each item a step further than the one behind it."""
     following = T.meta_var(Task.of(cta, batch, t + 1))
+    T.cuda.warp_sync()  # all lanes are done with the item whose words are overwritten
     read_item(cta.own, work.items, t + 3, end)
     read_request(cta.own, batch, t + 2, end)
     if t + 1 < end:
-        derive(cta.own, following, *following.keys())
+        derive_keys(cta, following)
         load_q(cta, following, q, t + 1)
     T.cuda.warp_sync()
 
@@ -69,7 +81,8 @@ def attend(cta, task, ahead, t, end, s):
 
     Blocks of all items are a stream, `s` is the position in it.
     """
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
+    is_folded = T.meta_var(cta.hooks.variant.logits_transform is None)
+    factor: T.float32 = factor_of(cta, task) if is_folded else f32(1.0)
     hold_queries(cta, t)
     init_state(cta)
     kv0: T.int32 = cta.first_key(task)
@@ -101,7 +114,8 @@ def attention(
     Returns
     -------
     tvm.tirx.PrimFunc
-        Parameters as of `tvm_attn.schedules.sm80.attention`.
+        Parameters as of `tvm_attn.schedules.sm80.attention`, and after arrivals ``size``: how many
+        CTAs share each item.
     """
 
     @T.prim_func(check_well_formed=False)
@@ -127,6 +141,7 @@ def attention(
         partial_o_h: T.handle,
         partial_lse_h: T.handle,
         arrivals_h: T.handle,
+        size: T.int32,
         out_h: T.handle,
         lse_h: T.handle,
     ):
@@ -154,29 +169,41 @@ def attention(
         q, k, v, work, batch = T.meta_var((given.q, given.k, given.v, given.work, given.batch))
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
-        c = T.cta_id([work.cta_indptr.shape[0] - 1])
+        place = T.cta_id([(work.cta_indptr.shape[0] - 1) * size])
+        rank = T.meta_var(rank_in_cluster(tile, size))
+        c = T.meta_var(T.truncdiv(place, size))
         thread = T.thread_id([tile.threads])
         warp = T.warp_id([tile.warps])
-        lane = T.meta_var(Lane(thread % WARP))
+        lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))
         shared = T.meta_var(StreamTiles.allocate(spec, tile, warp))
         registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
         queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
-        place = T.meta_var((thread, warp, lane, shared, registers, queries))
-        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *place))
+        pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
+        reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
+        who = T.meta_var(
+            (thread, warp, lane, shared, registers, queries, pages, reciprocal, size, rank)
+        )
+        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who))
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
-        ahead = T.meta_var(Ahead.begin(t, batch, k, v))
+        k_places, v_places = T.meta_var(
+            [Places.of_cache(cache, spec.kv_layout) for cache in (k, v)]
+        )
+        ahead = T.meta_var(Ahead.begin(t, batch, k_places, v_places))
+        let_next_begin(cta)
+        if shares_item(cta):
+            arrive_at_cluster()
         if t < end:
-            divide_by_page_size(cta.own, CacheAccess.of(spec, batch, k))
             for i in T.unroll(3):
                 read_item(cta.own, work.items, t + i, end)
             settle()
             read_request(cta.own, batch, t, end)
             read_request(cta.own, batch, t + 1, end)
             settle()
+            wait_for_previous(cta)
             first = T.meta_var(Task.of(cta, batch, t))
-            derive(cta.own, first, *first.keys())
+            derive_keys(cta, first)
             load_q(cta, first, q, t)
             commit_copies()
             for _ in T.serial(2):
@@ -186,16 +213,24 @@ def attention(
         while t < end:
             task = T.meta_var(Task.of(cta, batch, t))
             prepare(cta, work, batch, q, t, end)
-            attend(cta, task, ahead, t, end, s)
+            attend(cta, HeldTask.hold(task), ahead, t, end, s)
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(
-                    *(task.slot, work.merge_indptr, arrivals),
-                    *(shared.verdict, thread, T.cuda.cta_sync),
+                if shares_item(cta):
+                    wait_for_cluster()  # the peers have read what this CTA will write over
+                last = T.meta_var(shared.verdict)
+                arrive_together(
+                    *(size, task.slot, work.merge_indptr, arrivals),
+                    *(last, thread, T.cuda.cta_sync),
                 )
-                if shared.verdict[0] != NOBODY:
-                    merge_unit(cta, given, shared.verdict[0])
+                if last[0] != NOBODY:
+                    merge_unit(cta, given, last[0])
+                if shares_item(cta):
+                    arrive_at_cluster()
             t = t + 1
         wait_for_copies()
+        if shares_item(cta):
+            wait_for_cluster()
 
-    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    return overlapping(function, in_clusters=bool(tile.clusters)) if tile.overlaps else function

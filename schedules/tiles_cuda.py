@@ -29,7 +29,7 @@ from tvm_attn.tir.signature import itemsize
 
 Kind = Literal["decode", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
-"""Those whose kernels are made here; the decode family has tiles of its own."""
+"""Those whose tiles are here; decoding has tiles of its own."""
 SHORT_ROWS = 64
 """Query rows of the short family: a tile for each warp."""
 LONG_ROWS = 128
@@ -114,6 +114,16 @@ class CudaTile:
     def schedule(self) -> str:
         """Return the schedule that makes its kernel."""
         return "sm80"
+
+    @property
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return self.block
+
+    @property
+    def clusters(self) -> tuple[int, ...] | None:
+        """How many CTAs can share each item, besides one; None if the kernel knows of none."""
+        return None
 
     @property
     def threads(self) -> int:

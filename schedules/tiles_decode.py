@@ -24,7 +24,6 @@ from tvm_attn.schedules.primitives.shapes import (
     pitch,
 )
 from tvm_attn.schedules.tiles_cuda import (
-    PLACE_BYTES,
     Candidate,
     CudaTile,
     arch_of,
@@ -34,16 +33,20 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
+CLUSTERS = (8, 4, 2)
+"""CTAs that may share each item of a plan with few units, most first."""
+HAVE_CLUSTERS = {"wgmma", "tcgen05"}
+"""Features of cards whose clusters have as many CTAs."""
+GRANULE = 64
+"""Keys of a granule: a piece of a cut unit has at least four."""
 STAGES = 2
 ENOUGH_WARPS = 8
 """Warps of a multiprocessor; more of them brought nothing."""
 WARPS = (4, 8, 2)
 """Of a CTA, the best first."""
-PASSES = (1, 2, 4)
+PASSES = range(1, 6)
 STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
-ITEM_TOKENS = 32
-"""What an item costs besides its keys, in tokens."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -76,14 +79,25 @@ class DecodeTile(CudaTile):
     passes : int
         Times that the warps' states are brought together in shared memory: a part of the value
         dim each.
+    overlaps : bool
+        Whether CTAs begin while the kernel before ends.
+    clusters : tuple of int
+        How many CTAs can share each item, besides one alone.
     """
 
     passes: int = 1
+    overlaps: bool = False
+    clusters: tuple[int, ...] = ()
 
     @property
     def schedule(self) -> str:
         """Return the schedule that makes its kernel."""
         return "decode"
+
+    @property
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return GRANULE
 
     def __post_init__(self) -> None:
         """Validate."""
@@ -98,6 +112,11 @@ class DecodeTile(CudaTile):
         """Tiles of 16 rows that a warp has: the item's."""
         return 1
 
+    @property
+    def state_rows(self) -> int:
+        """Rows whose peaks and totals are shared: each warp's, and in a cluster the CTA's."""
+        return self.rows * (self.warps + bool(self.clusters))
+
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
         return dim // self.passes
@@ -108,10 +127,10 @@ class DecodeTile(CudaTile):
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
         rows = pitch(spec.head_dim_qk, kv_dtype) + pitch(spec.dim_vo, kv_dtype)
         ring = self.stages * self.block * rows * itemsize(kv_dtype)
-        state = self.rows * (state_pitch(self.part(spec.dim_vo)) + 2) * WORD_BYTES
-        places = 2 * self.block * PLACE_BYTES
+        state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
+        closed = 2 * self.state_rows * WORD_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        return queries + self.warps * (ring + state + places + tasks) + WORD_BYTES
+        return queries + self.warps * (ring + state + tasks) + closed + WORD_BYTES
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
@@ -136,14 +155,14 @@ def state_pitch(columns: int) -> int:
     return columns + COLUMNS + (-columns) % WARP
 
 
-def candidates(
-    spec: AttentionSpec, target: BuildTarget, makes: tuple[bool, bool] = (False, False)
-) -> list[Candidate]:
+def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
     """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
     arch = arch_of(target)
     found = []
+    clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
     for tile in _tiles(spec):
-        one = with_residents(tile, spec, arch, makes)
+        tile = replace(tile, overlaps="tma" in arch.features, clusters=clusters)
+        one = with_residents(tile, spec, arch, (False, False))
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
         found.append(replace(one, tile=replace(one.tile, residents=residents)))
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
@@ -155,7 +174,7 @@ def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
-            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, ITEM_TOKENS // block, passes)
+            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes)
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:

@@ -71,6 +71,16 @@ class HopperTile:
         return "sm90"
 
     @property
+    def granule(self) -> int:
+        """Keys in which the planner counts and cuts."""
+        return self.block
+
+    @property
+    def clusters(self) -> None:
+        """Sizes of clusters: items are not shared."""
+        return None
+
+    @property
     def rows(self) -> int:
         """Fused query rows of an item."""
         return CONSUMERS * WARPGROUP_ROWS

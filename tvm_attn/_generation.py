@@ -114,9 +114,11 @@ def generate_kernel(
             **_facts(hooks, target),
             "families": [
                 {
-                    **{"name": t.family, "rows": t.rows, "block": t.block},
+                    **{"name": t.family, "rows": t.rows},
+                    **{"block": t.granule if target.arch else t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
-                    "cached_tokens": _cached_tokens(spec) if target.arch else 0,
+                    "cached_tokens": _cached_tokens(spec) if target.arch and t.family == "long" else 0,
+                    **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
                 }
                 for name, t in tiles.items()
             ],

@@ -231,6 +231,27 @@ def build_functions(
     return _Part(name, content, built_for, generate).obtain()[1]
 
 
+def build_kernel(name: str, define: Callable[[], Any], target: object) -> Library:
+    """Compile a stand-alone kernel of explicit threads for a GPU, or take it from the cache.
+
+    Parameters
+    ----------
+    name : str
+        Its symbol.
+    define : callable
+        Returns the function; called only when it is not cached.
+    target : object
+        As in `build`.
+    """
+    built_for = parse_target(target)
+    content = {"kernel": name, "target": built_for.key()}
+
+    def generate(_: str) -> Artifact:
+        return compile_functions(name, {name: define()}, built_for, dialect="tirx")
+
+    return _Part(name, content, built_for, generate).obtain()[1]
+
+
 def forget_loaded() -> None:
     """Drop what this process has loaded; the cache on disk stays."""
     _loaded.clear()

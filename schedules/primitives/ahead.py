@@ -10,39 +10,42 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.gather import offset
+from tvm_attn.schedules.primitives.fragments import ALL_LANES
+from tvm_attn.schedules.primitives.places import NO_PLACE, Places
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.schedules.primitives.shared import NOWHERE
-from tvm_attn.schedules.primitives.staging import Copy, commit_copies, copy_rows
-from tvm_attn.schedules.primitives.task import Task, TaskAccess
-from tvm_attn.tir.access import CacheAccess
+from tvm_attn.schedules.primitives.staging import Copy, commit_copies, copy_chunk
+from tvm_attn.schedules.primitives.task import Request, Task, split_token
 from tvm_attn.variant import Expr
 
 
 class Cursor(IntEnum):
-    """Words of a cursor."""
+    """Words of a cursor: where the next block is whose pages are looked up."""
 
     ITEM = 0
-    KEY = 1  # the first one of the block whose pages are looked up next
+    KEY = 1  # its first token
     END = 2  # of the item's keys
-    FOUND = 3  # whether the pages of a block are looked up that is not copied yet
-    COPIED = 4  # position in the stream of the first block whose copy has not begun
-    PAGE = 5  # of the lane's token of that block
+    BEGIN = 3  # of the item's pages in the page table
+    HEAD = 4  # the item's KV head
+    FOUND = 5  # whether the pages of a block are looked up that is not copied yet
+    PAGE = 6  # of the lane's token of that block
+    SLOT = 7  # in that page
+    COPIED = 8  # position in the stream of the first block whose copy has not begun
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far a warp is ahead: a cursor, in registers; and what it goes over."""
+    """How far a warp is ahead, in registers; and what it goes over."""
 
     words: Any
     batch: Any
-    k: Any
-    v: Any
+    k: Places
+    v: Places
 
     @staticmethod
-    def begin(t: Expr, batch: Any, k: Any, v: Any) -> Ahead:
+    def begin(t: Expr, batch: Any, k: Places, v: Places) -> Ahead:
         """Begin before the first block of item `t`."""
         words = T.alloc_local((len(Cursor),), "int32")
         for word in Cursor:
@@ -57,37 +60,42 @@ class Ahead:
         """Write a word of the cursor."""
         T.buffer_store(self.words, value, [int(word)])
 
-
-@T.inline
-def gather_k(cta, ahead, s):
-    """Begin to copy the keys at position `s` of the stream, whose places are noted."""
-    place = T.meta_var(lambda row: cta.shared.k_place[row])
-    copy_rows(Copy(cta.shared.k, cta.stage(s), ahead.k, place, cta.lane.index, WARP))
+    def place(self, places: Places) -> Expr:
+        """Where in a cache the lane's token is of the block that was looked up."""
+        place = places.of(self[Cursor.PAGE], self[Cursor.SLOT], self[Cursor.HEAD])
+        return tirx.Select(self[Cursor.PAGE] < 0, T.uint32(NO_PLACE), place)
 
 
 @T.inline
-def gather_v(cta, ahead, s):
-    """Begin to copy the values at position `s` of the stream, whose places are noted."""
-    place = T.meta_var(lambda row: cta.shared.v_place[row])
-    copy_rows(Copy(cta.shared.v, cta.stage(s), ahead.v, place, cta.lane.index, WARP))
+def copy_block(cta, tile, s, places, place):
+    """Begin to copy the rows of a block to position `s`; each lane knows one row's place."""
+    given = T.meta_var((cta.stage(s), places.cache, lambda row: row, cta.lane.index, WARP))
+    copy = T.meta_var(Copy(tile, *given))
+    rows = T.alloc_local((copy.turns,), "uint32")
+    for i in T.unroll(copy.turns):
+        row = T.meta_var(copy.row(i) % WARP)
+        rows[i] = T.cuda.__shfl_sync(T.uint32(ALL_LANES), place, row, WARP)
+    for i in T.unroll(copy.turns):
+        if copy.is_mine(i):
+            copy_chunk(
+                tile.pointer(copy.stage, copy.row(i), copy.column(i)),
+                places.pointer(rows[i], copy.column(i)),
+                rows[i] != T.uint32(NO_PLACE),
+            )
 
 
 @T.inline
-def note(cta, ahead):
-    """Note where the tokens of the block are whose pages were looked up."""
-    if cta.lane.index < cta.tile.block:
-        task = T.meta_var(Task.of(cta, ahead.batch, ahead[Cursor.ITEM]))
-        cache = T.meta_var(TaskAccess.to(CacheAccess.of(cta.spec, ahead.batch, ahead.k), task))
-        token = T.meta_var(ahead[Cursor.KEY] - cta.turn + cta.lane.index)
-        slot: T.let[T.int32] = cache.split(token)[1] if cta.spec.is_paged else 0
-        at = T.meta_var((*cache.order(ahead[Cursor.PAGE], slot, task.kv_head), 0))
-        nowhere = T.meta_var(ahead[Cursor.PAGE] == NOWHERE)
-        cta.shared.k_place[cta.lane.index] = T.Select(
-            nowhere, T.int64(NOWHERE), offset(ahead.k, at)
-        )
-        cta.shared.v_place[cta.lane.index] = T.Select(
-            nowhere, T.int64(NOWHERE), offset(ahead.v, at)
-        )
+def gather_k(cta, ahead):
+    """Begin to copy the keys of the block that was looked up."""
+    place: T.let[T.uint32] = ahead.place(ahead.k)
+    copy_block(cta, cta.shared.k, ahead[Cursor.COPIED], ahead.k, place)
+
+
+@T.inline
+def gather_v(cta, ahead):
+    """Begin to copy the values of the block that was looked up."""
+    place: T.let[T.uint32] = ahead.place(ahead.v)
+    copy_block(cta, cta.shared.v, ahead[Cursor.COPIED], ahead.v, place)
 
 
 @T.inline
@@ -95,28 +103,32 @@ def look_up(cta, ahead, last):
     """Look up the pages of the warp's next block, of an item up to `last`: nothing waits yet."""
     while T.And(ahead[Cursor.KEY] >= ahead[Cursor.END], ahead[Cursor.ITEM] < last):
         ahead.set(Cursor.ITEM, ahead[Cursor.ITEM] + 1)
-        ahead.set(Cursor.KEY, cta.first_key(Task.of(cta, ahead.batch, ahead[Cursor.ITEM])))
-        ahead.set(Cursor.END, Task.of(cta, ahead.batch, ahead[Cursor.ITEM]).end_key)
+        task = T.meta_var(Task.of(cta, ahead.batch, ahead[Cursor.ITEM]))
+        ahead.set(Cursor.KEY, cta.first_key(task))
+        ahead.set(Cursor.END, task.end_key)
+        ahead.set(Cursor.BEGIN, task.words[task.first + Request.KV_BEGIN])
+        ahead.set(Cursor.HEAD, task.kv_head)
     ahead.set(Cursor.FOUND, T.Cast("int32", ahead[Cursor.KEY] < ahead[Cursor.END]))
     if ahead[Cursor.FOUND] != 0:
-        task = T.meta_var(Task.of(cta, ahead.batch, ahead[Cursor.ITEM]))
-        cache = T.meta_var(TaskAccess.to(CacheAccess.of(cta.spec, ahead.batch, ahead.k), task))
-        token = T.meta_var(ahead[Cursor.KEY] + cta.lane.index)
-        ahead.set(Cursor.PAGE, NOWHERE)
+        token: T.let[T.int32] = ahead[Cursor.KEY] + cta.lane.index
+        ahead.set(Cursor.PAGE, -1)
         if T.And(cta.lane.index < cta.tile.block, token < ahead[Cursor.END]):
-            ahead.set(Cursor.PAGE, cache.locate(task.request, token)[0])
+            if cta.spec.is_paged:
+                at = T.meta_var(split_token(token, cta.page_reciprocal, cta.page_size))
+                ahead.set(Cursor.PAGE, ahead.batch.kv_indices[ahead[Cursor.BEGIN] + at[0]])
+                ahead.set(Cursor.SLOT, at[1])
+            else:
+                ahead.set(Cursor.PAGE, ahead[Cursor.BEGIN] + token)
         ahead.set(Cursor.KEY, ahead[Cursor.KEY] + cta.turn)
 
 
 @T.inline
 def run_ahead(cta, ahead, last):
     """Begin to copy the next block, if its pages were looked up, and look up those after it."""
-    T.cuda.warp_sync()
+    T.cuda.warp_sync()  # all lanes are done with what is overwritten
     if ahead[Cursor.FOUND] != 0:
-        note(cta, ahead)
-        T.cuda.warp_sync()
-        gather_k(cta, ahead, ahead[Cursor.COPIED])
-        gather_v(cta, ahead, ahead[Cursor.COPIED])
+        gather_k(cta, ahead)
+        gather_v(cta, ahead)
         ahead.set(Cursor.COPIED, ahead[Cursor.COPIED] + 1)
     commit_copies()
     look_up(cta, ahead, last)

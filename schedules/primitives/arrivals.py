@@ -12,12 +12,8 @@ NOBODY = -1
 
 
 @T.inline
-def arrive(slot, merge_indptr, arrivals, verdict, thread, meet):
-    """Count this CTA's part of a cut unit in; ``verdict[0]`` is the unit if it was the last.
-
-    Its partial state is then visible to the last one, and the count is 0 again for the next run.
-    `meet` waits for all threads that have a part in it.
-    """
+def arrive_together(ctas, slot, merge_indptr, arrivals, verdict, thread, meet):
+    """Count in this one of so many CTAs with a share in a part of a cut unit, as `arrive` does."""
     T.cuda.thread_fence()
     meet()
     if thread == 0:
@@ -31,8 +27,18 @@ def arrive(slot, merge_indptr, arrivals, verdict, thread, meet):
                 high = middle
         before: T.int32 = T.cuda.atomic_add(arrivals.ptr_to([low]), T.int32(1))
         verdict[0] = NOBODY
-        if before == merge_indptr[low + 1] - merge_indptr[low] - 1:
+        if before == (merge_indptr[low + 1] - merge_indptr[low]) * ctas - 1:
             arrivals[low] = 0
             verdict[0] = low
     meet()
     T.cuda.thread_fence()
+
+
+@T.inline
+def arrive(slot, merge_indptr, arrivals, verdict, thread, meet):
+    """Count this CTA's part of a cut unit in; ``verdict[0]`` is the unit if it was the last.
+
+    Its partial state is then visible to the last one, and the count is 0 again for the next run.
+    `meet` waits for all threads that have a share in the part.
+    """
+    arrive_together(1, slot, merge_indptr, arrivals, verdict, thread, meet)

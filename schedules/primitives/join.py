@@ -1,39 +1,25 @@
-"""Joining the states of warps that had different keys of the same rows, through shared memory."""
+"""Joining the states of warps that had different keys of the same rows, through shared memory.
+
+The CTAs of a cluster that share an item join the states of their warps first, and then, a part of
+the elements each, those of one another.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import (
-    HALVES,
-    over_row,
-    pack,
-    store_pair,
-    store_shared_pair,
+from tvm_attn.schedules.primitives.clusters import (
+    address_in,
+    arrive_at_cluster,
+    load_peer,
+    load_peer_quad,
+    shares_item,
+    wait_for_cluster,
 )
+from tvm_attn.schedules.primitives.finish import QUAD, Joined, store_quad
+from tvm_attn.schedules.primitives.fragments import HALVES, over_row, store_shared_pair
 from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
 from tvm_attn.tir.states import f32
-from tvm_attn.worklist import NO_SLOT
-
-QUAD = 4
-"""Neighbouring elements of a row that a thread joins."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A thread's part of a joined row, in registers: `QUAD` elements, peak, total."""
-
-    out: Any
-    peak: Any
-    total: Any
-
-    @staticmethod
-    def allocate() -> Joined:
-        """Allocate the registers."""
-        return Joined(*(T.alloc_local((size,), "float32") for size in (QUAD, 1, 1)))
 
 
 @T.inline
@@ -59,13 +45,19 @@ def share_state(cta, task, turn):
 
 
 @T.inline
-def join(cta, joined, place, column):
-    """Join the warps' states of four neighbouring elements of a row, in the warps' order."""
-    state, tiles = T.meta_var((cta.hooks.accumulation, cta.shared))
-    joined.peak[0] = f32(state.lowest)
+def empty(cta, joined):
+    """Begin with the empty state."""
+    joined.peak[0] = f32(cta.hooks.accumulation.lowest)
     joined.total[0] = f32(0.0)
     for e in T.unroll(QUAD):
         joined.out[e] = f32(0.0)
+
+
+@T.inline
+def join(cta, joined, place, column):
+    """Join the warps' states of four neighbouring elements of a row, in the warps' order."""
+    state, tiles = T.meta_var((cta.hooks.accumulation, cta.shared))
+    empty(cta, joined)
     for w in T.unroll(cta.tile.warps):
         joined.peak[0] = state.peak(joined.peak[0], tiles.peaks[w * ROWS + place])
     for w in T.unroll(cta.tile.warps):
@@ -77,68 +69,93 @@ def join(cta, joined, place, column):
 
 
 @T.inline
-def store_row(cta, task, outputs, joined, place, column, lse):
-    """Store four elements of a finished row, and its LSE with the first ones."""
-    state, hooks = T.meta_var((cta.hooks.accumulation, cta.hooks))
-    at = T.meta_var(task.index(task.row0 + place))
-    row = T.meta_var(task.query(task.row0 + place))
-    factor = T.meta_var(outputs.scales.value_factor(task.kv_head))
-    scale: T.let[T.float32] = hooks.share(row, lse) * state.inverse(joined.total[0]) * factor
-    whole: T.let[T.float32] = hooks.seeded(row, lse)
-    for e in T.unroll(QUAD):
-        joined.out[e] = hooks.output(row, joined.out[e] * scale, whole)
-    dtype = T.meta_var(str(outputs.out.dtype))
-    for e in T.unroll(QUAD // 2):
-        place_of_pair = T.meta_var([*at, column + 2 * e])
-        if dtype == "float32":
-            outputs.out[at[0], at[1], column + 2 * e] = joined.out[2 * e]
-            outputs.out[at[0], at[1], column + 2 * e + 1] = joined.out[2 * e + 1]
-        else:
-            pack(dtype, cta.registers.right[e], joined.out[2 * e], joined.out[2 * e + 1])
-            store_pair(outputs.out.ptr_to(place_of_pair), cta.registers.right[e])
-    if column == 0:
-        outputs.lse[at[0], at[1]] = whole * outputs.lse_scale
+def join_own(cta, task, joined):
+    """Join the states of the CTA's warps, and put it in the place of the first one's for the peers.
 
-
-@T.inline
-def store_part(cta, task, outputs, joined, place, column, lse):
-    """Store four elements of a row's partial state, and its LSE with the first ones."""
-    inverse: T.let[T.float32] = cta.hooks.accumulation.inverse(joined.total[0])
-    for e in T.unroll(QUAD):
-        outputs.partial_o[task.slot, place, column + e] = joined.out[e] * inverse
-    if column == 0:
-        outputs.partial_lse[task.slot, place] = lse
-
-
-@T.inline
-def store_joined(cta, task, outputs, turn):
-    """Join and store a part of the columns: all threads take turns with four elements each."""
-    state = T.meta_var(cta.hooks.accumulation)
-    columns = T.meta_var(cta.tile.part(cta.spec.dim_vo))
-    joined = T.meta_var(Joined.allocate())
-    quads = T.meta_var(columns // QUAD)
+    Peaks and totals, which all threads read, have places of their own.
+    """
+    tiles, last = T.meta_var((cta.shared, cta.tile.warps * ROWS))
+    quads = T.meta_var(cta.tile.part(cta.spec.dim_vo) // QUAD)
     i: T.int32 = cta.thread
     while i < (task.row_end - task.row0) * quads:
         place: T.let[T.int32] = i // quads
         column: T.let[T.int32] = i % quads * QUAD
         join(cta, joined, place, column)
-        lse: T.let[T.float32] = state.lse(joined.peak[0], joined.total[0])
-        if task.slot == NO_SLOT:
-            store_row(cta, task, outputs, joined, place, turn * columns + column, lse)
-        else:
-            store_part(cta, task, outputs, joined, place, turn * columns + column, lse)
+        for e in T.unroll(QUAD):
+            tiles.state[tiles.state_index(0, place, column + e)] = joined.out[e]
+        if column == 0:
+            tiles.peaks[last + place] = joined.peak[0]
+            tiles.totals[last + place] = joined.total[0]
         i = i + cta.tile.threads
+
+
+@T.inline
+def join_peers(cta, joined, place, column):
+    """Join the states of a cluster's CTAs of four neighbouring elements, in the CTAs' order.
+
+    All is loaded before any is used; of a small cluster, the last CTA's more than once.
+    """
+    state, tiles, last = T.meta_var((cta.hooks.accumulation, cta.shared, cta.tile.warps))
+    size = T.meta_var(max(cta.tile.clusters))
+    at = T.alloc_local((1,), "uint32")
+    peaks, totals, parts = T.meta_var(
+        [T.alloc_local((n,), "float32") for n in (size, size, QUAD * size)]
+    )
+    empty(cta, joined)
+    for r in T.unroll(size):
+        peer = T.meta_var(T.min(T.int32(0) + r, cta.cluster - 1))
+        address_in(at[0], tiles.peak_address(last, place), peer)
+        load_peer(peaks[r], at[0])
+        address_in(at[0], tiles.total_address(last, place), peer)
+        load_peer(totals[r], at[0])
+        address_in(at[0], tiles.state_address(0, place, column), peer)
+        load_peer_quad([parts[QUAD * r + e] for e in range(QUAD)], at[0])
+    for r in T.unroll(size):
+        joined.peak[0] = state.peak(joined.peak[0], peaks[r])
+    for r in T.unroll(size):
+        weight = T.meta_var(state.rescale(peaks[r], joined.peak[0]))
+        scale: T.let[T.float32] = T.Select(r < cta.cluster, weight, f32(0.0))
+        joined.total[0] = joined.total[0] + totals[r] * scale
+        for e in T.unroll(QUAD):
+            joined.out[e] = joined.out[e] + parts[QUAD * r + e] * scale
+
+
+@T.inline
+def store_joined(cta, task, outputs, joined, turn):
+    """Join and store a part of the columns: all threads take turns with four elements each."""
+    columns = T.meta_var(cta.tile.part(cta.spec.dim_vo))
+    quads = T.meta_var(columns // QUAD)
+    i: T.int32 = cta.rank * cta.tile.threads + cta.thread
+    while i < (task.row_end - task.row0) * quads:
+        place: T.let[T.int32] = i // quads
+        column: T.let[T.int32] = i % quads * QUAD
+        if shares_item(cta):
+            join_peers(cta, joined, place, column)
+        else:
+            join(cta, joined, place, column)
+        store_quad(cta, task, outputs, joined, place, turn * columns + column)
+        i = i + cta.cluster * cta.tile.threads
 
 
 @T.inline
 def store_state(cta, task, outputs):
     """Close the rows and store them: results of a whole unit, a partial state of a piece."""
     r = T.meta_var(cta.registers)
+    joined = T.meta_var(Joined.allocate())
     for i in T.unroll(HALVES):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
     for turn in T.unroll(cta.tile.passes):
-        T.cuda.cta_sync()  # the warps have read what was shared before
+        if shares_item(cta):
+            wait_for_cluster()  # the peers have read what was shared before
+        else:
+            T.cuda.cta_sync()  # the warps have
         share_state(cta, task, turn)
         T.cuda.cta_sync()
-        store_joined(cta, task, outputs, turn)
+        if shares_item(cta):
+            join_own(cta, task, joined)
+            arrive_at_cluster()
+            wait_for_cluster()
+        store_joined(cta, task, outputs, joined, turn)
+        if shares_item(cta):
+            arrive_at_cluster()

@@ -19,8 +19,14 @@ from tvm_attn.schedules.primitives.fragments import (
 from tvm_attn.schedules.primitives.gemm import PAIR, weigh
 from tvm_attn.schedules.primitives.queries import hold_step
 from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
+from tvm_attn.schedules.primitives.streams import StreamingCta
 from tvm_attn.schedules.primitives.widened import swap_inner, widen
 from tvm_attn.tir.states import f32
+
+
+def chains(cta: StreamingCta) -> int:
+    """Return how many sums a score is made of: a multiplication waits for the one before it."""
+    return 2 if cta.tile.block == ROWS and cta.spec.head_dim_qk > DEPTH else 1
 
 
 @T.inline
@@ -44,53 +50,59 @@ def load_values(cta, s, j, n, register):
 
 
 @T.inline
-def multiply_keys(cta, t, n, step, register):
+def multiply_keys(cta, t, n, step, register, sums):
     """Multiply the queries of a step with 16 keys."""
-    r = T.meta_var(cta.registers)
     left = T.meta_var(step * LEFT if cta.holds_queries else 0)
+    chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
     if not cta.holds_queries:
         hold_step(cta, t, step, left)
     for h in T.unroll(2):
-        at = T.meta_var(cta.score(0, n * 2 + h))
+        at = T.meta_var(chain + cta.score(0, n * 2 + h))
         right = T.meta_var(register + h * RIGHT)
-        multiply(cta.dtype, r.score, at, cta.queries, left, r.right, right)
+        multiply(cta.dtype, sums, at, cta.queries, left, cta.registers.right, right)
 
 
 @T.inline
-def multiply_wide_keys(cta, t, n, step, register):
-    """Multiply the queries of two steps with 16 keys that are widened for it."""
-    r = T.meta_var(cta.registers)
+def multiply_wide_keys(cta, t, n, pair, register, sums):
+    """Multiply the queries of a pair of steps with 16 keys that are widened for it."""
     wide = T.alloc_local((RIGHT,), "uint32")
     for i in T.unroll(2):
-        if step * 2 + i < cta.spec.head_dim_qk // DEPTH:
-            left = T.meta_var((step * 2 + i) * LEFT if cta.holds_queries else 0)
+        step = T.meta_var(pair * 2 + i)
+        if step < cta.spec.head_dim_qk // DEPTH:
+            left = T.meta_var(step * LEFT if cta.holds_queries else 0)
+            chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
             if not cta.holds_queries:
-                hold_step(cta, t, step * 2 + i, left)
+                hold_step(cta, t, step, left)
             for h in T.unroll(2):
-                at = T.meta_var(cta.score(0, n * 2 + h))
-                widen(str(cta.spec.kv_dtype), r.right[register + h * RIGHT + i], wide[0], wide[1])
-                multiply(cta.dtype, r.score, at, cta.queries, left, wide, 0)
+                at = T.meta_var(chain + cta.score(0, n * 2 + h))
+                word = T.meta_var(cta.registers.right[register + h * RIGHT + i])
+                widen(str(cta.spec.kv_dtype), word, wide[0], wide[1])
+                multiply(cta.dtype, sums, at, cta.queries, left, wide, 0)
 
 
 @T.inline
 def qk(cta, t, s):
     """Multiply the queries of item `t` with the keys of a block."""
-    r = T.meta_var(cta.registers)
     width = T.meta_var(DEPTH * (2 if cta.is_widened else 1))
     steps = T.meta_var(-(-cta.spec.head_dim_qk // width))
     tiles = T.meta_var(cta.tile.block // ROWS)
-    for i in T.unroll(cta.key_tiles * ACCUMULATORS):
-        r.score[i] = f32(0.0)
+    scores = T.meta_var(cta.key_tiles * ACCUMULATORS)
+    sums = T.alloc_local((chains(cta) * scores,), "float32")
+    for i in T.unroll(chains(cta) * scores):
+        sums[i] = f32(0.0)
     load_keys(cta, s, 0, 0, 0)
     for i in T.unroll(steps * tiles):
-        n = T.meta_var(i % tiles)
         register = T.meta_var(i % 2 * PAIR)
         if i + 1 < steps * tiles:
             load_keys(cta, s, (i + 1) % tiles, (i + 1) // tiles, (i + 1) % 2 * PAIR)
         if cta.is_widened:
-            multiply_wide_keys(cta, t, n, i // tiles, register)
+            multiply_wide_keys(cta, t, i % tiles, i // tiles, register, sums)
         else:
-            multiply_keys(cta, t, n, i // tiles, register)
+            multiply_keys(cta, t, i % tiles, i // tiles, register, sums)
+    for i in T.unroll(scores):
+        cta.registers.score[i] = sums[i]
+        if chains(cta) == 2:
+            cta.registers.score[i] = sums[i] + sums[scores + i]
 
 
 @T.inline

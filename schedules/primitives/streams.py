@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS, TASK_WORDS, TASKS
+from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS, TASK_WORDS, TASKS, WORD_BYTES
 from tvm_attn.schedules.primitives.staging import SharedTile, shared_address
 from tvm_attn.schedules.tiles_decode import DecodeTile, state_pitch
 from tvm_attn.spec import FP8_DTYPES, AttentionSpec
@@ -21,23 +21,19 @@ class StreamTiles:
     """Shared memory of a CTA, most of which belongs to one warp each.
 
     ``q`` has the rows of two items, as they are stored. ``k`` and ``v`` are the warps' rings of
-    blocks; ``k_place`` and ``v_place`` say where the tokens of the block are that a warp copies
-    next, as int64 offsets in elements; ``tasks`` are words of `task.Task`, the warp's own.
-    ``state`` (rows of outputs), ``peaks`` and ``totals`` are where warps put their states to be
-    joined; ``verdict`` is one word.
+    blocks; ``tasks`` are words of `task.Task`, the warp's own. ``state`` (rows of outputs),
+    ``peaks`` and ``totals`` are where warps put their states to be joined; ``verdict`` is one word.
     """
 
     q: SharedTile
     k: SharedTile
     v: SharedTile
-    k_place: Any
-    v_place: Any
     tasks: Any
     state: Any
     peaks: Any
     totals: Any
     verdict: Any
-    state_origin: Expr
+    origins: tuple[Expr, ...]
     state_pitch: int
 
     @staticmethod
@@ -52,19 +48,15 @@ class StreamTiles:
             for dim in (spec.head_dim_qk, spec.dim_vo)
         )
         rows = tile.warps * tile.rows
-        state, peaks, totals = (
-            pool.alloc((size,), "float32", align=16) for size in (rows * columns, rows, rows)
-        )
-        places = [pool.alloc((tile.warps * tile.block,), "int64", align=16) for _ in range(2)]
+        state = pool.alloc((rows * columns,), "float32", align=16)
+        peaks, totals = (pool.alloc((tile.state_rows,), "float32", align=16) for _ in range(2))
         tasks = pool.alloc((tile.warps * TASKS * TASK_WORDS,), "int32", align=16)
         verdict = pool.alloc((1,), "int32", align=4)
         pool.commit()
-        k_place, v_place = (_part(place, tile.block, warp) for place in places)
         own_tasks = _part(tasks, TASKS * TASK_WORDS, warp)
-        state_at = (shared_address(state), columns)
-        return StreamTiles(
-            *(q, k, v, k_place, v_place, own_tasks, state, peaks, totals, verdict), *state_at
-        )
+        origins = tuple(shared_address(buffer) for buffer in (state, peaks, totals))
+        fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
+        return StreamTiles(*fields, origins, columns)
 
     def state_index(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Index of an element of a warp's row in `state`."""
@@ -72,7 +64,19 @@ class StreamTiles:
 
     def state_address(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Address of an element of a warp's row in shared memory."""
-        return self.state_origin + tirx.Cast("uint32", self.state_index(warp, place, column) * 4)
+        return _address(self.origins[0], self.state_index(warp, place, column))
+
+    def peak_address(self, warp: Expr, place: Expr) -> Expr:
+        """Address of the peak of a warp's row; after the last warp's come the CTA's."""
+        return _address(self.origins[1], warp * ROWS + place)
+
+    def total_address(self, warp: Expr, place: Expr) -> Expr:
+        """Address of the total of a warp's row; after the last warp's come the CTA's."""
+        return _address(self.origins[2], warp * ROWS + place)
+
+
+def _address(origin: Expr, index: Expr) -> Expr:
+    return origin + tirx.Cast("uint32", index * WORD_BYTES)
 
 
 def _part(buffer: Any, size: int, warp: Expr) -> Any:
@@ -91,6 +95,10 @@ class StreamingCta(Cta):
     tile: DecodeTile
     shared: Any
     queries: Any
+    page_size: Expr
+    page_reciprocal: Expr
+    cluster: Expr
+    rank: Expr
 
     @property
     def is_widened(self) -> bool:
@@ -118,13 +126,18 @@ class StreamingCta(Cta):
         return replace(self, thread=self.lane.index)
 
     @property
-    def turn(self) -> int:
+    def alone(self) -> StreamingCta:
+        """The CTA as if it shared its items with none, for what it does without its peers."""
+        return replace(self, cluster=1, rank=0)
+
+    @property
+    def turn(self) -> Expr:
         """Tokens from one block of a warp to its next."""
-        return self.tile.warps * self.tile.block
+        return self.cluster * (self.tile.warps * self.tile.block)
 
     def first_key(self, task: Any) -> Expr:
         """First key of a task that is this warp's."""
-        return task.first_key + self.warp * self.tile.block
+        return task.first_key + (self.rank * self.tile.warps + self.warp) * self.tile.block
 
     def stage(self, s: Expr) -> Expr:
         """Where in the rings the block at position `s` of the warp's stream is."""

@@ -199,13 +199,18 @@ class TaskAccess(CacheAccess):
         return self.task.words[self.task.first + Request.KV_BEGIN]
 
     def split(self, token: Expr) -> tuple[Expr, Expr]:
-        """Divide by the page size: a product with its reciprocal is the quotient, or 1 less."""
+        """Divide by the page size."""
         reciprocal = self.task.words[self.task.first + Derived.RECIPROCAL]
-        product = tirx.Cast("int64", token) * tirx.Cast("int64", tirx.Cast("uint32", reciprocal))
-        quotient = tirx.Cast("int32", tirx.shift_right(product, tirx.const(32, "int64")))
-        rest = token - quotient * self.page_size
-        more = tirx.Cast("int32", rest >= self.page_size)
-        return quotient + more, rest - more * self.page_size
+        return split_token(token, tirx.Cast("uint32", reciprocal), self.page_size)
+
+
+def split_token(token: Expr, reciprocal: Expr, page_size: Expr) -> tuple[Expr, Expr]:
+    """Return page and slot of a token: a product with the reciprocal is the page, or 1 less."""
+    product = tirx.Cast("int64", token) * tirx.Cast("int64", reciprocal)
+    quotient = tirx.Cast("int32", tirx.shift_right(product, tirx.const(32, "int64")))
+    rest = token - quotient * page_size
+    more = tirx.Cast("int32", rest >= page_size)
+    return quotient + more, rest - more * page_size
 
 
 @T.inline
