@@ -30,6 +30,7 @@ def init_state(cta):
     r = T.meta_var(cta.registers)
     for i in T.unroll(cta.rows):
         r.reference[i] = f32(cta.hooks.accumulation.lowest)
+        r.limit[i] = tirx.min_value("int32")
         r.total[i] = f32(0.0)
     for i in T.unroll(cta.row_tiles * cta.value_tiles * ACCUMULATORS):
         r.out[i] = f32(0.0)
@@ -72,33 +73,48 @@ def mask(cta, task, kv0):
                     )
 
 
-def any_outgrown(cta: Cta) -> Expr:
-    """Whether a score has outgrown the reference of one of the lane's rows."""
-    r, slack = cta.registers, SLACK[cta.dtype]
-    outgrown = cta.hooks.accumulation.outgrown
-    return reduce(tirx.Or, [outgrown(r.reference[i], r.best[i], slack) for i in range(cta.rows)])
+def outgrown(cta: Cta, i: Expr) -> Expr:
+    """Return an integer: 0 unless a score of row `i` has outgrown its reference, or may have.
+
+    Bits of floats are ordered as the floats are, but for negative ones: integers take three
+    operands at a time, and a row whose limit is negative is always looked at.
+    """
+    r = cta.registers
+    peak = r.limit[i]
+    for n in range(cta.key_tiles):
+        for e in range(2):
+            at = cta.score(i // HALVES, n, i % HALVES, e)
+            peak = tirx.max(peak, tirx.reinterpret("int32", r.score[at]))
+    return tirx.bitwise_xor(peak, r.limit[i])
+
+
+def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
+    """Bits of the product up to which a row's scores are close enough to its reference."""
+    product = (reference + f32(SLACK[cta.dtype])) / factor
+    bits = tirx.reinterpret("int32", product)
+    return tirx.Select(product >= f32(0.0), bits, tirx.min_value("int32"))
 
 
 @T.inline
 def softmax(cta, factor):
     """Move the references that scores have outgrown, and what was accumulated with them."""
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
-    for i in T.unroll(cta.rows):
-        r.best[i] = f32(state.hidden)
-        for n in T.unroll(cta.key_tiles):
-            for e in T.unroll(2):
-                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                r.best[i] = state.peak(r.best[i], r.score[at])
-        r.best[i] = r.best[i] * factor
-    if any_lane(any_outgrown(cta)):
-        for i in T.unroll(cta.rows):
-            r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
-            r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
-            r.best[i] = state.peak(r.reference[i], r.best[i])
-            r.scale[i] = state.rescale(r.reference[i], r.best[i])
-            r.reference[i] = r.best[i]
-            r.total[i] = r.total[i] * r.scale[i]
-            for n in T.unroll(cta.value_tiles):
-                for e in T.unroll(2):
-                    at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
-                    r.out[at] = r.out[at] * r.scale[i]
+    if cta.hooks.variant.use_softmax:
+        if any_lane(reduce(tirx.bitwise_or, [outgrown(cta, i) for i in range(cta.rows)]) != 0):
+            for i in T.unroll(cta.rows):
+                r.best[i] = f32(state.hidden)
+                for n in T.unroll(cta.key_tiles):
+                    for e in T.unroll(2):
+                        at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                        r.best[i] = state.peak(r.best[i], r.score[at])
+                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
+                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
+                r.best[i] = state.peak(r.reference[i], r.best[i] * factor)
+                r.scale[i] = state.rescale(r.reference[i], r.best[i])
+                r.reference[i] = r.best[i]
+                r.limit[i] = limit(cta, r.reference[i], factor)
+                r.total[i] = r.total[i] * r.scale[i]
+                for n in T.unroll(cta.value_tiles):
+                    for e in T.unroll(2):
+                        at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
+                        r.out[at] = r.out[at] * r.scale[i]
