@@ -108,7 +108,8 @@ def attend(cta, task, following, q, k, v, t, end, s):
     cache = T.meta_var(access(cta, task, k))
     block = T.meta_var(cta.tile.block)
     pages = T.alloc_local((-(-2 * block // cta.tile.threads),), "int32")
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
+    unit = T.meta_var(f32(cta.hooks.accumulation.unit))
+    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else unit
     init_state(cta)
     kv0: T.int32 = task.first_key
     kv_end: T.int32 = T.max(task.end_key, kv0 + 1)

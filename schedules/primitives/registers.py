@@ -17,7 +17,8 @@ class Registers:
     """Registers of a lane; its row ``i`` is half ``i % 2`` of the warp's row tile ``i // 2``.
 
     ``score, out`` are float32 accumulators; ``left, right`` operands, of one step and the next;
-    ``reference, total, best, scale`` are float32, one for each of the lane's rows; ``limit`` is int32.
+    ``reference, total, best, scale`` are float32, one for each of the lane's rows, and ``limit`` is
+    int32.
     """
 
     score: Any

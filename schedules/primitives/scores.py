@@ -6,6 +6,7 @@ was accumulated is seldom rescaled.
 
 from __future__ import annotations
 
+import itertools
 from functools import reduce
 
 from tvm import tirx
@@ -14,9 +15,11 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, any_lane, over_row
+from tvm_attn.schedules.primitives.pairs import on_key
 from tvm_attn.schedules.primitives.shapes import COLUMNS
-from tvm_attn.schedules.primitives.task import at_hand
+from tvm_attn.schedules.primitives.task import LaneRows, at_hand
 from tvm_attn.tir.states import f32
+from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
 from tvm_attn.variant import Expr
 
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
@@ -36,19 +39,52 @@ def init_state(cta):
         r.out[i] = f32(0.0)
 
 
+def logit(cta: Cta, rows: LaneRows, kv0: Expr, i: Expr, n: Expr, e: Expr) -> Expr:
+    """Logit of the lane's row `i` and element `e` of key tile `n`."""
+    product = cta.registers.score[cta.score(i // HALVES, n, i % HALVES, e)] * rows.factor
+    return on_key(
+        lambda key: cta.hooks.logit(rows.pair(i, key), product),
+        kv0 + cta.lane.column(0),
+        n * COLUMNS + e,
+        rows.end_key,
+    )
+
+
+@T.inline
+def transform(cta, rows, kv0, finish):
+    """Turn all products into what `finish` makes of their logits."""
+    for n in T.unroll(cta.key_tiles):
+        for e in T.unroll(2):
+            for i in T.unroll(cta.rows):
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                cta.registers.score[at] = finish(logit(cta, rows, kv0, i, n, e))
+
+
+def largest_argument(cta: Cta, rows: LaneRows, kv0: Expr) -> Expr:
+    """Largest argument of ``tanh`` in the lane's logits, in absolute terms."""
+    indices = itertools.product(range(cta.rows), range(cta.key_tiles), range(2))
+    logits_ = (logit(cta, rows, kv0, i, n, e) for i, n, e in indices)
+    return reduce(tirx.max, (tirx.abs(x) for one in logits_ for x in tanh_arguments(one)))
+
+
+def calls_tanh(cta: Cta, rows: LaneRows) -> bool:
+    """Whether the hook calls ``tanh``."""
+    return bool(tanh_arguments(logit(cta, rows, 0, 0, 0, 0)))
+
+
 @T.inline
 def logits(cta, task, kv0):
-    """Turn products into scores, where a hook does that."""
+    """Turn products into logits, where a hook does that."""
     if cta.hooks.variant.logits_transform is not None:
-        c = T.meta_var(cta.registers.score)
         rows = T.meta_var(at_hand(cta, task))
-        for n in T.unroll(cta.key_tiles):
-            for e in T.unroll(2):
-                for i in T.unroll(cta.rows):
-                    at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                    token = T.meta_var(kv0 + n * COLUMNS + cta.lane.column(e))
-                    pair = T.meta_var(rows.pair(i, T.max(T.min(token, rows.end_key - 1), 0)))
-                    c[at] = cta.scales.score(pair, c[at] * rows.factor)
+        if calls_tanh(cta, rows):
+            largest: T.float32 = largest_argument(cta, rows, kv0)
+            if any_lane(T.Not(largest <= f32(NEAR_ZERO))):
+                transform(cta, rows, kv0, lambda x: x)
+            else:
+                transform(cta, rows, kv0, with_tanh_near_zero)
+        else:
+            transform(cta, rows, kv0, lambda x: x)
 
 
 @T.inline
@@ -59,15 +95,17 @@ def mask(cta, task, kv0):
         rows = T.meta_var(at_hand(cta, task))
         bits = T.meta_var(BlockBits.allocate(cta))
         load_bits(cta, rows, bits, kv0)
+        first = T.meta_var(kv0 + cta.lane.column(0))
         for i in T.unroll(cta.rows):
             for n in T.unroll(cta.key_tiles):
                 for e in T.unroll(2):
                     at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                    token = T.meta_var(kv0 + n * COLUMNS + cta.lane.column(e))
-                    key = T.meta_var(T.max(T.min(token, rows.end_key - 1), 0))
-                    pair = T.meta_var(bits.rows(rows, i, n, e).pair(i, key))
+                    held = T.meta_var(bits.rows(rows, i, n, e))
+                    visible = T.meta_var(
+                        lambda key: cta.hooks.visible(held.pair(i, key), key < rows.end_key)
+                    )
                     c[at] = T.Select(
-                        cta.hooks.visible(pair, token < rows.end_key),
+                        on_key(visible, first, n * COLUMNS + e, rows.end_key),
                         c[at],
                         f32(cta.hooks.accumulation.hidden),
                     )
