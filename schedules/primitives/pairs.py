@@ -31,8 +31,9 @@ def on_key(trace: Trace, first: Expr, offset: Expr, end: Expr) -> Expr:
     if _reads_at(traced, constant):
         traced = trace(tirx.max(tirx.min(key, end - 1), 0))
     traced = tvm_ffi.structural_map(traced, (tirx.Cast, lambda cast: _split(cast, constant)))
+    value = tirx.const(offset, "int32") if isinstance(offset, int) else offset
     return tvm_ffi.structural_map(
-        traced, (tirx.Var, lambda variable: offset if variable.same_as(constant) else variable)
+        traced, (tirx.Var, lambda variable: value if variable.same_as(constant) else variable)
     )
 
 
