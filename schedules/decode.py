@@ -89,7 +89,7 @@ def attend(cta, task, ahead, t, end, s):
     while kv0 < task.end_key:
         catch_up(cta, ahead, T.min(t + 1, end - 1), s)
         qk(cta, t, s)
-        logits(cta, task, kv0)
+        logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
         pv(cta, factor, s)

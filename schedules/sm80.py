@@ -108,7 +108,8 @@ def attend(cta, task, following, q, k, v, t, end, s):
     cache = T.meta_var(access(cta, task, k))
     block = T.meta_var(cta.tile.block)
     pages = T.alloc_local((-(-2 * block // cta.tile.threads),), "int32")
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
+    unit = T.meta_var(f32(cta.hooks.accumulation.unit))
+    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else unit
     init_state(cta)
     kv0: T.int32 = task.first_key
     kv_end: T.int32 = T.max(task.end_key, kv0 + 1)
@@ -145,7 +146,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
         elif T.And(T.Not(is_last), t + 1 < end):
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
-        logits(cta, task, kv0)
+        logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
         pv(cta, factor, s)

@@ -66,7 +66,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.scores import hide, logits
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.schedules.primitives.task import Derived, Task, divide_by_page_size
+from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
@@ -78,8 +78,6 @@ from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 5
 """Trailing parameters that are written: partial_o, partial_lse, arrivals, out, lse."""
-COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
-"""Registers of a thread of the warpgroup that copies, and of those that multiply."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +104,27 @@ class Maps:
 
 
 @T.inline
-def begin_walk(cta, group, task):
+def go_to_last_block(cta, group, task):
     """Go to the last block of an item."""
-    w = T.meta_var(group.walk)
-    w[1] = first_block(cta.tile, task)
-    w[0] = last_block(cta.tile, task, w[1])
-    w[2] = T.max(task.words[task.first + Derived.FIRST_SEEN], task.first_key)
-    w[3] = task.words[task.first + Derived.LAST_SEEN]
+    group.place[0] = last_block(cta.tile, task, first_block(cta.tile, task))
+
+
+def has_rows(task: Task) -> Any:
+    """Whether an item has rows: it has, but the compiler does not know."""
+    return task.row_end > 0
+
+
+def all_is_seen(cta: Cta, group: Warpgroup, task: Task) -> Any:
+    """Whether all rows of the item see all keys of the block."""
+    last = group.kv0 + cta.tile.block - 1
+    return tirx.And(task.first_key <= group.kv0, task.sees_all(group.kv0, last))
 
 
 @T.inline
 def score(cta, group, task):
     """Turn products into scores, where a hook does that, and hide keys, where some may be."""
-    logits(cta, task, group.kv0)
-    if T.Not(group.sees_all(group.kv0, group.kv0 + cta.tile.block - 1)):
+    logits(cta, task, group.kv0, has_rows(task))
+    if T.Not(all_is_seen(cta, group, task)):
         hide(cta, task, group.kv0)
 
 
@@ -189,7 +194,7 @@ def attend(cta, group, given, arrivals, t0, end):
         begin_turns()
     cta.shared.known.wait(0, t % cta.tile.tasks)
     opening = T.meta_var(Task.of(cta, given.batch, t))
-    begin_walk(cta, group, opening)
+    go_to_last_block(cta, group, opening)
     factor = factor_of(cta, opening)
     take_queries(cta, group, parity)
     if cta.tile.holds_queries:
@@ -203,18 +208,18 @@ def attend(cta, group, given, arrivals, t0, end):
     while t < end:
         task = T.meta_var(Task.of(cta, given.batch, t))
         following = T.meta_var(Task.of(cta, given.batch, t + 1))
-        group.walk[0] = group.kv0 - cta.tile.block
-        while group.kv0 >= group.first:
+        group.place[0] = group.kv0 - cta.tile.block
+        while group.kv0 >= first_block(cta.tile, task):
             wait_for_keys(cta, group)
             attend_block(cta, group, task, factor)
-            group.walk[0] = group.kv0 - cta.tile.block
+            group.place[0] = group.kv0 - cta.tile.block
         if T.Not(T.bool(cta.tile.holds_queries)):
             hand_over_slot(cta, group)
         set_rows_aside(cta)
         if t + 1 < end:
             parity = T.bitwise_xor(parity, 1)
             cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
-            begin_walk(cta, group, following)
+            go_to_last_block(cta, group, following)
             factor = factor_of(cta, following)
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
@@ -353,10 +358,10 @@ def attention(
         T.cuda.cta_sync()
         if t0 < end:
             if role == 0:
-                T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPYING_REGISTERS)
+                T.ptx["setmaxnreg.dec.sync.aligned.u32"](tile.copying)
                 copy(copier, given, maps, t0, end)
             else:
-                T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLYING_REGISTERS)
+                T.ptx["setmaxnreg.inc.sync.aligned.u32"](tile.multiplying)
                 place = T.meta_var(thread - WARPGROUP_THREADS)
                 registers = T.meta_var(WarpgroupRegisters.allocate(tile, spec))
                 cta = T.meta_var(

@@ -23,6 +23,8 @@ BLOCKS, WIDE_BLOCKS = (128, 112, 96), (80, 64)
 """Keys of a block that are tried, in this order, where queries are held in registers and not."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
+REGISTERS, REGISTER_STEP = 504 * 128, 8
+"""Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
 BARRIER_BYTES = 256
 ELEMENT_BYTES = 2
 PAGE_UNIT = 8
@@ -53,6 +55,8 @@ class HopperTile:
         Whether queries are held in registers; outputs then pass through their slot.
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
+    copying : int
+        Registers of a thread that copies.
     """
 
     block: int
@@ -61,6 +65,7 @@ class HopperTile:
     page: int
     holds_queries: bool
     split: int
+    copying: int = 40
     family: Literal["long"] = "long"
     overhead: int = 1
     residents: int = 1
@@ -109,6 +114,12 @@ class HopperTile:
     def begins_early(self) -> bool:
         """Whether an item's first block may begin with keys before its first."""
         return self.page > 0
+
+    @property
+    def multiplying(self) -> int:
+        """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
+        left = REGISTERS // WARPGROUP_THREADS - self.copying
+        return left // CONSUMERS // REGISTER_STEP * REGISTER_STEP
 
     @property
     def boxes(self) -> int:

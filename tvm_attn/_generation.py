@@ -109,6 +109,7 @@ def generate_kernel(
             name: residents(name, used, tiles[name].residents, target.arch)
             for name, used in made.resources.items()
         }
+    cached = _cached_tokens(spec) if target.arch else 0
     return Artifact(
         {
             **_facts(hooks, target),
@@ -117,7 +118,7 @@ def generate_kernel(
                     **{"name": t.family, "rows": t.rows},
                     **{"block": t.granule if target.arch else t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
-                    "cached_tokens": _cached_tokens(spec) if target.arch and t.family == "long" else 0,
+                    "cached_tokens": cached if t.family == "long" else 0,
                     **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
                 }
                 for name, t in tiles.items()

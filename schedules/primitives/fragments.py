@@ -110,6 +110,11 @@ def load_word(register: Expr, pointer: Expr) -> Expr:
     return T.ptx["ld.global.b32"](register, pointer)
 
 
+def load_run(registers: Any, first: Any, pointer: Expr) -> Expr:
+    """Load 16 bytes, aligned, from global memory into four float32 registers."""
+    return T.ptx["ld.global.v4.f32"](*(registers[first + i] for i in range(4)), pointer)
+
+
 def load_shared(register: Expr, address: Expr) -> Expr:
     """Load 4 bytes from shared memory."""
     return T.ptx["ld.shared.b32"](register, address)

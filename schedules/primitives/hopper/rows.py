@@ -68,7 +68,7 @@ def set_rows_aside(cta):
     r = T.meta_var(cta.registers)
     for i in T.unroll(HALVES):
         r.closing[i] = r.total[i]
-        r.last[i] = r.reference[i]
+        r.last[i] = r.peak[i]
 
 
 @T.inline
@@ -100,7 +100,7 @@ def close_rows(cta, group, task, outputs):
     for i in T.unroll(HALVES):
         r.closing[i] = r.closing[i] + over_row(r.closing[i], 1)
         r.closing[i] = r.closing[i] + over_row(r.closing[i], 2)
-        r.best[i] = state.lse(r.last[i], r.closing[i])
+        r.best[i] = state.lse(state.reference(r.last[i]), r.closing[i])
         r.scale[i] = state.inverse(r.closing[i])
     if task.slot != NO_SLOT:
         for i in T.unroll(HALVES):

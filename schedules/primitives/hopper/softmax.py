@@ -18,6 +18,7 @@ import struct
 
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     ACCUMULATORS,
     ALL_LANES,
@@ -29,6 +30,7 @@ from tvm_attn.schedules.primitives.hopper.wgmma import hold
 from tvm_attn.schedules.primitives.scores import SLACK
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
+from tvm_attn.variant import Expr
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
@@ -44,9 +46,14 @@ def bits_of(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-def any_lane(condition: T.Expr) -> T.Expr:
+def any_lane(condition: Expr) -> Expr:
     """Whether a condition holds in any lane of the warp, as an int32."""
     return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition))
+
+
+def reference(cta: Cta, i: Expr) -> Expr:
+    """Return what the scores of a row are relative to."""
+    return cta.hooks.accumulation.reference(cta.registers.peak[i])
 
 
 @T.inline
@@ -77,14 +84,14 @@ def open_rows(cta, group, factor):
     find_tops(cta, 0, cta.key_tiles)
     for i in T.unroll(HALVES):
         r.peak[i] = r.top[i] * factor
-        r.reference[i] = T.Select(r.peak[i] == f32(HIDDEN), f32(0.0), r.peak[i])
         r.total[i] = f32(0.0)
     note_empty_rows(cta, group)
-    for n in T.unroll(cta.key_tiles):
-        for i in T.unroll(HALVES):
+    for i in T.unroll(HALVES):
+        r.top[i] = reference(cta, i)
+        for n in T.unroll(cta.key_tiles):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, n, i, e))
-                r.score[at] = r.score[at] * factor - r.reference[i]
+                r.score[at] = r.score[at] * factor - r.top[i]
 
 
 @T.inline
@@ -94,11 +101,12 @@ def relate(cta, group, factor, begin, end):
     slack = T.meta_var(bits_of(SLACK[cta.dtype]))
     for i in T.unroll(HALVES):
         r.bits[i] = T.int32(LEAST_INT)
+        r.top[i] = reference(cta, i)
     for n in T.unroll(end - begin):
         for i in T.unroll(HALVES):
             at = T.meta_var(cta.score(0, begin + n, i))
             for e in T.unroll(2):
-                r.score[at + e] = r.score[at + e] * factor - r.reference[i]
+                r.score[at + e] = r.score[at + e] * factor - r.top[i]
             r.bits[i] = T.cuda.func_call(
                 "largest_of_three",
                 *(r.bits[i], r.score[at], r.score[at + 1]),
@@ -126,8 +134,6 @@ def move_references(cta, group, begin, end):
         shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
         before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
         r.scale[i] = before * shrinks
-        r.peak[i] = T.Select(moves, r.reference[i] + by, r.peak[i])
-        r.reference[i] = T.Select(r.peak[i] == f32(HIDDEN), f32(0.0), r.peak[i])
         r.total[i] = r.total[i] * shrinks
         for n in T.unroll(begin):
             for e in T.unroll(2):
@@ -137,6 +143,7 @@ def move_references(cta, group, begin, end):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
                 r.score[at] = r.score[at] - by
+        r.peak[i] = T.Select(moves, reference(cta, i) + by, r.peak[i])
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 

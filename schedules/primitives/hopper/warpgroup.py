@@ -27,9 +27,9 @@ class WarpgroupRegisters:
 
     ``score`` are products, then scores relative to the reference, then weights; ``weight`` the same
     weights, packed as a left operand; ``query`` the queries as one. ``out`` is what accumulates.
-    ``reference`` is what scores are relative to, ``peak`` the same or -inf in an empty row;
-    ``total, top, scale`` belong to the softmax. ``best, closing`` and ``last`` are the LSE, the
-    total and the reference of rows that are being closed, while those of the next item are open.
+    ``peak`` is what scores are relative to, -inf in an empty row; ``total, top, scale`` belong to
+    the softmax. ``best, closing`` and ``last`` are the LSE, the total and the peak of rows that are
+    being closed, while those of the next item are open.
     """
 
     score: Any
@@ -38,7 +38,6 @@ class WarpgroupRegisters:
     out: Any
     right: Any
     peak: Any
-    reference: Any
     total: Any
     top: Any
     bits: Any
@@ -51,7 +50,7 @@ class WarpgroupRegisters:
     def allocate(tile: HopperTile, spec: AttentionSpec) -> WarpgroupRegisters:
         """Allocate the registers of a lane."""
         scores, outs = (n // COLUMNS * ACCUMULATORS for n in (tile.block, spec.dim_vo))
-        rows = ("peak", "reference", "total", "top", "scale", "best", "closing", "last")
+        rows = ("peak", "total", "top", "scale", "best", "closing", "last")
         return WarpgroupRegisters(
             score=T.alloc_local((scores,), "float32"),
             weight=T.alloc_local((scores // 2,), "uint32"),
@@ -122,9 +121,8 @@ class Warpgroup:
         Stages of keys and values that come next.
     flags : Flags
         What its warps agree on, each for itself.
-    walk : Buffer
-        int32 registers: the first key of the block whose scores are at hand, that of the item's
-        first block, and the keys that all rows of the item see, from and to.
+    place : Buffer
+        An int32 register: the first key of the block whose scores are at hand.
     """
 
     index: Expr
@@ -134,7 +132,7 @@ class Warpgroup:
     k_at: Cursor
     v_at: Cursor
     flags: Flags
-    walk: Any
+    place: Any
 
     @staticmethod
     def begin(index: Expr, tile: HopperTile, shared: HopperShared) -> Warpgroup:
@@ -147,22 +145,13 @@ class Warpgroup:
             Cursor.begin(shared.keys, fills=False),
             Cursor.begin(shared.values, fills=False),
             Flags.allocate(),
-            T.alloc_local((4,), "int32"),
+            T.alloc_local((1,), "int32"),
         )
 
     @property
     def kv0(self) -> Expr:
-        """First key of the block whose scores are at hand."""
-        return self.walk[0]
-
-    @property
-    def first(self) -> Expr:
-        """First key of the item's first block: blocks are worked on from the last to the first."""
-        return self.walk[1]
-
-    def sees_all(self, first: Expr, last: Expr) -> Expr:
-        """Whether all rows of the item see all of some keys."""
-        return tirx.And(self.walk[2] <= first, last <= self.walk[3])
+        """First key of the block whose scores are at hand: items go from the last to the first."""
+        return self.place[0]
 
     def take_turn(self) -> Expr:
         """Wait for the other warpgroup to have begun its multiplications."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.fragments import LEFT
@@ -25,20 +24,20 @@ EIGHT_ROWS = 8 * ROW_BYTES // CHUNK_BYTES
 SWIZZLE = 3
 _PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
-_HOLD_FLOAT = """
-__device__ __forceinline__ void hold_float(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
+_HOLD = """
+__device__ __forceinline__ void hold_{type}({type}& x) {{
+  asm volatile("" : "+{kind}"(x) :: "memory");
+}}
 """
-_HOLD_WORD = """
-__device__ __forceinline__ void hold_word(unsigned& x) { asm volatile("" : "+r"(x) :: "memory"); }
-"""
+_HELD = {"float32": ("float", "f"), "uint32": ("unsigned", "r"), "int32": ("int", "r")}
 
 
 def hold(registers: Any, begin: int = 0, end: int | None = None) -> None:
     """Let the compiler neither move nor cache registers over this point: no instruction."""
-    is_float = str(registers.dtype) == "float32"
-    name, source = ("hold_float", _HOLD_FLOAT) if is_float else ("hold_word", _HOLD_WORD)
+    name, kind = _HELD[str(registers.dtype)]
+    source = _HOLD.format(type=name, kind=kind)
     for i in range(begin, int(registers.shape[0]) if end is None else end):
-        T.evaluate(T.cuda.func_call(name, registers[i], source_code=source))
+        T.evaluate(T.cuda.func_call(f"hold_{name}", registers[i], source_code=source))
 
 
 @dataclass(frozen=True)
@@ -47,34 +46,34 @@ class Operand:
 
     Parameters
     ----------
-    descriptor : Buffer
-        A uint64 register: the first tile's descriptor.
-    stage_chunks, half_chunks : int
-        From one stage to the next, and from 64 columns to the next 64, in chunks of 16 bytes.
+    buffer : Buffer
+        The ring, of 16-bit elements.
+    rows, columns : int
+        Shape of a tile.
+    leading : int
+        Of descriptors: the leading dimension's stride, in chunks of 16 bytes.
     """
 
-    descriptor: Any
-    stage_chunks: int
-    half_chunks: int
+    buffer: Any
+    rows: int
+    columns: int
+    leading: int
 
-    @staticmethod
-    def of(buffer: Any, rows: int, columns: int, leading: int) -> Operand:
-        """Describe tiles of `rows` times `columns`, `leading` chunks from group to group."""
-        descriptor = T.alloc_local((1,), "uint64")
-        T.evaluate(
-            T.cuda.wgmma.encode_matrix_descriptor(
-                T.address_of(descriptor[0]), buffer.ptr_to([0]), leading, EIGHT_ROWS, SWIZZLE
-            )
-        )
-        half = rows * ROW_BYTES // CHUNK_BYTES
-        return Operand(descriptor, half * (columns // ROW_ELEMENTS), half)
+    @property
+    def half_chunks(self) -> int:
+        """From 64 columns to the next 64, in chunks."""
+        return self.rows * ROW_BYTES // CHUNK_BYTES
 
     def at_stage(self, stage: Expr) -> Any:
-        """Return a register with the descriptor of a stage."""
-        here = T.alloc_local((1,), "uint64")
-        chunks = tirx.Cast("uint64", stage * self.stage_chunks)
-        T.buffer_store(here, self.descriptor[0] + chunks, [0])
-        return here
+        """Return a register with the descriptor of a stage's tile."""
+        descriptor = T.alloc_local((1,), "uint64")
+        origin = self.buffer.ptr_to([stage * (self.rows * self.columns)])
+        T.evaluate(
+            T.cuda.wgmma.encode_matrix_descriptor(
+                T.address_of(descriptor[0]), origin, self.leading, EIGHT_ROWS, SWIZZLE
+            )
+        )
+        return descriptor
 
     def depth(self, step: int) -> int:
         """Chunks from a tile to 16 of its columns: a step of a product over columns."""
@@ -84,12 +83,12 @@ class Operand:
 
 def keys_operand(buffer: Any, rows: int, columns: int) -> Operand:
     """Return tiles whose rows are multiplied: queries and keys."""
-    return Operand.of(buffer, rows, columns, 1)
+    return Operand(buffer, rows, columns, 1)
 
 
 def values_operand(buffer: Any, rows: int, columns: int) -> Operand:
     """Return tiles whose columns are multiplied: values."""
-    return Operand.of(buffer, rows, columns, rows * ROW_BYTES // CHUNK_BYTES)
+    return Operand(buffer, rows, columns, rows * ROW_BYTES // CHUNK_BYTES)
 
 
 def multiply_keys(dtype: str, out: Any, queries: Any, keys: Any, k: Operand, dim: int) -> None:
