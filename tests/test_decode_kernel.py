@@ -56,6 +56,7 @@ def test_every_phase_is_there() -> None:
         *phases_of(function(decode, "attention")),
         *phases_of(function(decode, "attend")),
         *phases_of(function(decode, "prepare")),
+        *phases_of(function(decode, "begin")),
         *phases_of(function(ahead, "run_ahead")),
     }
     assert written == {NAMES.get(phase, phase) for phase in PHASES}
