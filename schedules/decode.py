@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, run_ahead
+from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, look_up, run_ahead
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive_together
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
@@ -60,6 +60,34 @@ def settle():
     commit_copies()
     wait_for_copies()
     T.cuda.warp_sync()
+
+
+@T.inline
+def begin(cta, work, batch, q, ahead, t, end):
+    """Read the first items, and begin to copy the first one's queries and the warp's first block.
+
+    Pages are looked up while the kernel before ends, unless a hook needs a scale it may have made.
+    """
+    first = T.meta_var(Task.of(cta, batch, t))
+    is_early = T.meta_var(cta.hooks.variant.logits_transform is None)
+    for i in T.unroll(3):
+        read_item(cta.own, work.items, t + i, end)
+    settle()
+    read_request(cta.own, batch, t, end)
+    read_request(cta.own, batch, t + 1, end)
+    settle()
+    if not is_early:
+        wait_for_previous(cta)
+    derive_keys(cta, first)
+    T.cuda.warp_sync()
+    look_up(cta, ahead, t)
+    if is_early:
+        wait_for_previous(cta)
+    load_q(cta, first, q, t)
+    commit_copies()
+    run_ahead(cta, ahead, t)
+    T.ptx.cp.async_.wait_group(1)
+    T.cuda.cta_sync()
 
 
 @T.inline
@@ -195,21 +223,7 @@ def attention(
         if shares_item(cta):
             arrive_at_cluster()
         if t < end:
-            for i in T.unroll(3):
-                read_item(cta.own, work.items, t + i, end)
-            settle()
-            read_request(cta.own, batch, t, end)
-            read_request(cta.own, batch, t + 1, end)
-            settle()
-            wait_for_previous(cta)
-            first = T.meta_var(Task.of(cta, batch, t))
-            derive_keys(cta, first)
-            load_q(cta, first, q, t)
-            commit_copies()
-            for _ in T.serial(2):
-                run_ahead(cta, ahead, t)
-            T.ptx.cp.async_.wait_group(2)
-            T.cuda.cta_sync()
+            begin(cta, work, batch, q, ahead, t, end)
         while t < end:
             task = T.meta_var(Task.of(cta, batch, t))
             prepare(cta, work, batch, q, t, end)

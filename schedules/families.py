@@ -51,7 +51,7 @@ def tiles_to_try(
 ) -> list[CudaTile]:
     """Return the best tile of a family, and after it some to try if its registers spill."""
     if family == "decode":
-        return [candidates(spec, target, family, makes)[0].tile]
+        return tiles_decode.tiles_to_try(spec, target)
     return tiles_cuda.tiles_to_try(spec, target, family, makes)
 
 

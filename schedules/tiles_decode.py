@@ -50,7 +50,7 @@ STAGE_BYTES = 8192
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
-"""Registers of outputs and queries that leave enough of them."""
+"""Registers of outputs and queries that may leave enough of them."""
 OTHER_REGISTERS = 56
 """Registers of a thread besides outputs, queries and scores."""
 
@@ -83,11 +83,14 @@ class DecodeTile(CudaTile):
         Whether CTAs begin while the kernel before ends.
     clusters : tuple of int
         How many CTAs can share each item, besides one alone.
+    holds : bool
+        Whether the queries of all steps stay in registers.
     """
 
     passes: int = 1
     overlaps: bool = False
     clusters: tuple[int, ...] = ()
+    holds: bool = True
 
     @property
     def schedule(self) -> str:
@@ -134,8 +137,7 @@ class DecodeTile(CudaTile):
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
-        steps = spec.head_dim_qk // DEPTH
-        return steps if spec.dim_vo // 2 + LEFT * steps <= MOST_HELD else 1
+        return spec.head_dim_qk // DEPTH if self.holds else 1
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimate the registers of a thread."""
@@ -161,7 +163,9 @@ def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
     found = []
     clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
     for tile in _tiles(spec):
-        tile = replace(tile, overlaps="tma" in arch.features, clusters=clusters)
+        tile = replace(
+            tile, overlaps="tma" in arch.features, clusters=clusters, holds=_can_hold(spec)
+        )
         one = with_residents(tile, spec, arch, (False, False))
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
         found.append(replace(one, tile=replace(one.tile, residents=residents)))
@@ -175,6 +179,17 @@ def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
             yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes)
+
+
+def _can_hold(spec: AttentionSpec) -> bool:
+    return spec.dim_vo // 2 + LEFT * spec.head_dim_qk // DEPTH <= MOST_HELD
+
+
+def tiles_to_try(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
+    """Return the best tile, and the same with fewer queries in registers, should they spill."""
+    tile = candidates(spec, target)[0].tile
+    assert isinstance(tile, DecodeTile)
+    return [tile, replace(tile, holds=False)] if tile.holds else [tile]
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:

@@ -56,6 +56,7 @@ def test_every_phase_is_there() -> None:
         *phases_of(function(decode, "attention")),
         *phases_of(function(decode, "attend")),
         *phases_of(function(decode, "prepare")),
+        *phases_of(function(decode, "begin")),
         *phases_of(function(ahead, "run_ahead")),
     }
     assert written == {NAMES.get(phase, phase) for phase in PHASES}
@@ -70,7 +71,7 @@ def test_warps_wait_for_one_another_only_between_items() -> None:
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8_is_widened_in_registers(kv_dtype: str) -> None:
     problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16", kv_dtype=kv_dtype)
-    [tile] = tiles_to_try(problem, HOPPER, "decode", (False, False))
+    tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
     kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
     assert f"widen_{kv_dtype.split('_')[1].removesuffix('fn')}(" in kernel.body
     assert ".f32.f16.f16.f32" in kernel.source and "f32.bf16.bf16" not in kernel.source
@@ -79,6 +80,6 @@ def test_float8_is_widened_in_registers(kv_dtype: str) -> None:
 def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:
     for page_size in (16, None):
         problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16", page_size=page_size)
-        [tile] = tiles_to_try(problem, HOPPER, "decode", (False, False))
+        tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
         kernel = generate_kernel(problem, VARIANTS["full"](problem), tile, HOPPER)
         assert ("kv_indices_ptr[" in kernel.body) == (page_size is not None)

@@ -48,44 +48,73 @@ class Whole(Rows):
         return tirx.const(NO_SLOT, "int32")
 
 
+TILES = 16
+"""Tiles of columns that are loaded at a time."""
+
+
 def at_once(cta: StreamingCta) -> int:
     """Return how many parts a warp loads before it adds them: as many as leave registers."""
-    return 4 if cta.spec.dim_vo <= 64 else 2 if cta.spec.dim_vo <= 128 else 1
+    return 4 if cta.value_tiles <= TILES // 2 else 2 if cta.value_tiles <= TILES else 1
+
+
+def place_of(cta: StreamingCta, slot: Expr, end: Expr, j: Expr) -> Expr:
+    """Slot of one of the warp's next parts; the last part stands for those that there are not."""
+    return tirx.min(slot + j * cta.tile.warps, end - 1)
 
 
 @T.inline
-def load_parts(cta, outputs, parts, lses, slot, end, i):
-    """Begin to load the lane's row `i` of the warp's next parts; after the last, it is hidden."""
-    place = T.meta_var(cta.lane.row(i))
+def load_parts(cta, outputs, parts, slot, end, i, c):
+    """Begin to load columns of the lane's row `i` of the warp's next parts: the `c`-th tiles."""
     for j in T.unroll(at_once(cta)):
-        at: T.let[T.int32] = T.min(slot + j * cta.tile.warps, end - 1)
-        for p in T.unroll(cta.value_tiles):
-            first = T.meta_var((j * cta.value_tiles + p) * 2)
-            pointer = T.meta_var(outputs.partial_o.ptr_to([at, place, cta.pair(p, i)[2]]))
-            T.ptx["ld.global.v2.f32"](parts[first], parts[first + 1], pointer)
-        is_there = T.meta_var(slot + j * cta.tile.warps < end)
-        hidden = T.meta_var(f32(cta.hooks.accumulation.hidden))
-        lses[j] = T.Select(is_there, outputs.partial_lse[at, place], hidden)
+        for p in T.unroll(min(TILES, cta.value_tiles)):
+            tile = T.meta_var(c * TILES + p)
+            if tile < cta.value_tiles:
+                at = T.meta_var(
+                    (place_of(cta, slot, end, j), cta.lane.row(i), cta.pair(tile, i)[2])
+                )
+                first = T.meta_var((j * TILES + p) * 2)
+                pointer = T.meta_var(outputs.partial_o.ptr_to(list(at)))
+                T.ptx["ld.global.v2.f32"](parts[first], parts[first + 1], pointer)
+
+
+@T.inline
+def weigh_parts(cta, lses, i):
+    """Turn the LSEs of parts into weights, and move what they are relative to."""
+    r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
+    r.best[i] = r.reference[i]
+    for j in T.unroll(at_once(cta)):
+        r.best[i] = state.peak(r.best[i], lses[j])
+    r.scale[i] = state.rescale(r.reference[i], r.best[i])
+    r.reference[i] = r.best[i]
+    r.total[i] = r.total[i] * r.scale[i]
+    for j in T.unroll(at_once(cta)):
+        lses[j] = state.weight(lses[j], r.best[i])
+        r.total[i] = r.total[i] + lses[j]
 
 
 @T.inline
 def add_parts(cta, outputs, slot, end, i):
     """Add the lane's row `i` of the warp's next parts to its state."""
-    r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
-    parts = T.alloc_local((at_once(cta) * 2 * cta.value_tiles,), "float32")
+    r = T.meta_var(cta.registers)
+    parts = T.alloc_local((at_once(cta) * 2 * TILES,), "float32")
     lses = T.alloc_local((at_once(cta),), "float32")
-    load_parts(cta, outputs, parts, lses, slot, end, i)
     for j in T.unroll(at_once(cta)):
-        r.best[i] = state.peak(r.reference[i], lses[j])
-        r.scale[i] = state.rescale(r.reference[i], r.best[i])
-        r.reference[i] = r.best[i]
-        weight: T.let[T.float32] = state.weight(lses[j], r.best[i])
-        r.total[i] = r.total[i] * r.scale[i] + weight
-        for p in T.unroll(cta.value_tiles):
-            at = T.meta_var(cta.pair(p, i))
-            first = T.meta_var((j * cta.value_tiles + p) * 2)
-            r.out[at[0]] = r.out[at[0]] * r.scale[i] + weight * parts[first]
-            r.out[at[1]] = r.out[at[1]] * r.scale[i] + weight * parts[first + 1]
+        is_there = T.meta_var(slot + j * cta.tile.warps < end)
+        lse = T.meta_var(outputs.partial_lse[place_of(cta, slot, end, j), cta.lane.row(i)])
+        lses[j] = T.Select(is_there, lse, f32(cta.hooks.accumulation.hidden))
+    for c in T.unroll(-(-cta.value_tiles // TILES)):
+        load_parts(cta, outputs, parts, slot, end, i, c)
+        if c == 0:
+            weigh_parts(cta, lses, i)
+        for p in T.unroll(min(TILES, cta.value_tiles)):
+            if c * TILES + p < cta.value_tiles:
+                at = T.meta_var(cta.pair(c * TILES + p, i))
+                r.out[at[0]] = r.out[at[0]] * r.scale[i]
+                r.out[at[1]] = r.out[at[1]] * r.scale[i]
+                for j in T.unroll(at_once(cta)):
+                    first = T.meta_var((j * TILES + p) * 2)
+                    r.out[at[0]] = r.out[at[0]] + lses[j] * parts[first]
+                    r.out[at[1]] = r.out[at[1]] + lses[j] * parts[first + 1]
 
 
 @T.inline

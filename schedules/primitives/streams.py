@@ -108,7 +108,7 @@ class StreamingCta(Cta):
     @property
     def holds_queries(self) -> bool:
         """Whether the queries of all steps stay in registers, or are loaded with every block."""
-        return self.tile.held_steps(self.spec) > 1
+        return self.tile.holds
 
     @property
     def dtype(self) -> str:

@@ -26,8 +26,8 @@ def define() -> Any:
     @T.prim_func(check_well_formed=False)  # type: ignore[untyped-decorator]
     def read(words_h: T.handle, out_h: T.handle) -> None:
         count = T.int64()
-        words = T.match_buffer(words_h, (count, 4), "uint32", align=16)
-        out = T.match_buffer(out_h, (1,), "uint32")
+        words = T.match_buffer(words_h, (count, 4), "int32", align=16)
+        out = T.match_buffer(out_h, (1,), "int32")
         T.device_entry()
         c = T.cta_id([T.Cast("int32", T.ceildiv(count, THREADS * LOADS))])
         thread = T.thread_id([THREADS])
@@ -47,14 +47,14 @@ def define() -> Any:
         for i in T.unroll(LOADS * 4):
             total = total + quads[i]
         if total == T.uint32(NEVER):
-            out[0] = total
+            out[0] = T.Cast("int32", total)
 
     return read
 
 
 @functools.cache
 def reader(target: str) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """Compile the kernel, and return what launches it on ``uint32 [n, 4]`` and ``uint32 [1]``."""
+    """Compile the kernel, and return what launches it on ``int32 [n, 4]`` and ``int32 [1]``."""
     library = build_kernel("read", define, target)
     library.load_device_code()
     launch: Callable[[torch.Tensor, torch.Tensor], Any] = library["read"]
