@@ -31,7 +31,7 @@ from tvm_attn.schedules.primitives.parts import merge_unit
 from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers, held
-from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
+from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
 from tvm_attn.schedules.primitives.stream_gemm import pv, qk
@@ -47,7 +47,6 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
-from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 6
@@ -110,7 +109,7 @@ def attend(cta, task, ahead, t, end, s):
     Blocks of all items are a stream, `s` is the position in it.
     """
     is_folded = T.meta_var(cta.hooks.variant.logits_transform is None)
-    factor: T.float32 = factor_of(cta, task) if is_folded else f32(1.0)
+    factor: T.float32 = factor_of(cta, task) if is_folded else score_factor(cta, task)
     hold_queries(cta, t)
     init_state(cta)
     kv0: T.int32 = cta.first_key(task)

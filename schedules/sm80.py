@@ -29,7 +29,7 @@ from tvm_attn.schedules.primitives.gather import (
 from tvm_attn.schedules.primitives.gemm import pv, qk
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.registers import Registers
-from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
+from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.shared import SharedTiles
 from tvm_attn.schedules.primitives.staging import commit_copies, copy_rows, wait_for_copies
@@ -49,7 +49,6 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
-from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 5
@@ -108,8 +107,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
     cache = T.meta_var(access(cta, task, k))
     block = T.meta_var(cta.tile.block)
     pages = T.alloc_local((-(-2 * block // cta.tile.threads),), "int32")
-    unit = T.meta_var(f32(cta.hooks.accumulation.unit))
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else unit
+    factor: T.float32 = score_factor(cta, task)
     init_state(cta)
     kv0: T.int32 = task.first_key
     kv_end: T.int32 = T.max(task.end_key, kv0 + 1)

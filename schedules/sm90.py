@@ -64,7 +64,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.scores import hide, logits
+from tvm_attn.schedules.primitives.scores import hide, logits, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
@@ -73,7 +73,6 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import Arguments, bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
-from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 5
@@ -126,11 +125,6 @@ def score(cta, group, task):
     logits(cta, task, group.kv0, has_rows(task))
     if T.Not(all_is_seen(cta, group, task)):
         hide(cta, task, group.kv0)
-
-
-def factor_of(cta: Cta, task: Task) -> Any:
-    """Return the factor from what `score` leaves to scores in units of the softmax."""
-    return task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
 
 
 @T.inline
@@ -195,7 +189,7 @@ def attend(cta, group, given, arrivals, t0, end):
     cta.shared.known.wait(0, t % cta.tile.tasks)
     opening = T.meta_var(Task.of(cta, given.batch, t))
     go_to_last_block(cta, group, opening)
-    factor = factor_of(cta, opening)
+    factor = score_factor(cta, opening)
     take_queries(cta, group, parity)
     if cta.tile.holds_queries:
         hand_over_slot(cta, group)
@@ -220,7 +214,7 @@ def attend(cta, group, given, arrivals, t0, end):
             parity = T.bitwise_xor(parity, 1)
             cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
             go_to_last_block(cta, group, following)
-            factor = factor_of(cta, following)
+            factor = score_factor(cta, following)
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
             group.take_turn()

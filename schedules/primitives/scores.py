@@ -102,6 +102,13 @@ def logits(cta, task, kv0, holds):
             transform(cta, rows, kv0, lambda x: x, holds)
 
 
+def score_factor(cta: Cta, task: Any) -> Expr:
+    """Return the factor from what `logits` leaves to scores: of logits, the unit of scores."""
+    if cta.hooks.variant.logits_transform is None:
+        return task.factor
+    return f32(cta.hooks.accumulation.unit)
+
+
 def bound_rows(cta: Cta, rows: LaneRows, ranges: Sequence[Range], kv0: Expr) -> Any:
     """Return registers with the first and the last column of each row's keys, from the lane's."""
     bounds = T.alloc_local((2 * cta.rows,), "int32")
