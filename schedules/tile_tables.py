@@ -26,6 +26,7 @@ WORSE = {
     "stages": "no block copied ahead",
     "block": "shorter blocks",
     "residents": "fewer CTAs on an SM",
+    "holds_queries": "queries are loaded again",
 }
 """What to call it where a tile has less of something in `Rank` than the best one."""
 

@@ -50,14 +50,15 @@ def seen_by_all(
     kv_shift : Expr
         Position of key 0.
     """
-    if hooks.variant.mask is None:
+    mask = hooks.variant.mask
+    if mask is None:
         return ALL
     box = {tirx.Var(name, "int32"): extent for name, extent in rows.items()}
     key = tirx.Var("kv_idx", "int32")
     context = hooks.context(
         **fixed, **{row.name: row for row in box}, kv_idx=key, kv_pos=kv_shift + key
     )
-    return _solve(as_bool(hooks.variant.mask(context)), box, key)
+    return _solve(as_bool(mask(context)), box, key)
 
 
 def _solve(condition: Expr, box: Mapping[Any, Range], key: Any) -> Range:
