@@ -15,12 +15,13 @@ import torch
 
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
 from tvm_attn.runtime.device import CPU, on_device
+from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.placement import Launch, Placement, is_capturing
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.staging import Copies
-from tvm_attn.runtime.workspace import partial_states
+from tvm_attn.runtime.workspace import family_counts, partial_states
 from tvm_attn.spec import AttentionSpec
 
 
@@ -73,15 +74,37 @@ class CudaMachine:
             return [self._given_ctas] * len(self._families)
         on_gpu = device.type == "cuda"
         count = multiprocessors(device) if on_gpu else self._multiprocessors
-        return [count * family.residents for family in self._families]
+        return [_queues(count, family) for family in self._families]
 
-    def place(self, plan: Plan, device: torch.device, workspace: torch.Tensor | None) -> Placement:
+    def fix(
+        self, terms: Terms, device: torch.device, workspace: torch.Tensor | None
+    ) -> FixedMemory | None:
+        """Return memory on a device for all families that a batch may have work for."""
+        ctas = self.num_ctas(device)
+        heads = (self._spec.group_size, self._spec.num_kv_heads)
+        chosen = families_of(self._families, terms, *heads, ctas)
+        counts = family_counts(self._spec, self._families, terms.limits, ctas, terms.split)
+        counts = {family: counts[family] for family in chosen}
+        return FixedMemory(self._spec, terms, counts, device, workspace)
+
+    def place(
+        self,
+        plan: Plan,
+        device: torch.device,
+        workspace: torch.Tensor | None,
+        memory: FixedMemory | None,
+    ) -> Placement:
         """Return the plan in the device's memory, where a copy will bring it on its stream."""
         if is_capturing(device):
             raise PlanError(
                 "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
                 "capture"
             )
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if memory is not None:
+            memory.fill(plan)
+            given = (memory.ones, stream, memory.memory, memory)
+            return Placement(device, memory.launches, plan.params, *given)
         partials = [
             partial_states(self._spec, work.family, work.num_slots, workspace, device)
             for work in plan.work
@@ -94,7 +117,7 @@ class CudaMachine:
             Launch(
                 work.family.name,
                 tuple(map(copies.of, (*work.arrays, *plan.batch))),
-                (*states, copies.of(counters)),
+                (*states, copies.of(counters), *work.family.arguments),
             )
             for work, states, counters in zip(plan.work, partials, arrivals, strict=True)
         ]
@@ -106,7 +129,7 @@ class CudaMachine:
                 for n in plan.params
             },
             copies.of(self._ones),
-            torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            stream,
             (copies.block, *(state for states in partials for state in states)),
         )
 
@@ -164,6 +187,15 @@ def check_capability(target: str, device: torch.device) -> None:
             f"this kernel was built for {target}, and {device} is an sm_{major}{minor} "
             f'({torch.cuda.get_device_name(device)}); build it for "cuda -arch=sm_{major}{minor}"'
         )
+
+
+def _queues(multiprocessors: int, family: Family) -> int:
+    """Return how many CTAs, or clusters, of a family are resident at once.
+
+    The multiprocessors of a large cluster are neighbours: some of a card's are left over.
+    """
+    count = multiprocessors * family.residents // max(family.cluster, 1)
+    return count if family.cluster <= 2 else max(count * 9 // 10, 1)
 
 
 def _is_tensor(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,14 @@ from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, Header, Sta
 Params = dict[str, list[Any]]
 NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
+UNCUT = 2**29
+"""A fixed split that no request is longer than."""
+ALONE = 72
+"""CTAs that it takes to have all of the memory's speed, more or less."""
+CROWD = 2
+"""Units for each cluster that are still few, where some are cut."""
+MERGE_TOKENS = 2**14
+"""Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
 
 class Inspector:
@@ -28,7 +36,7 @@ class Inspector:
         The compiled planner.
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
-        to the last.
+        to the last. Those in clusters take the place of the first one that is not where it pays.
     group_size, num_kv_heads : int
         Of the kernel.
     """
@@ -43,7 +51,10 @@ class Inspector:
     ):
         self._plan_batch = plan_batch
         self._plan_work = plan_work
-        self._short, self._long = families
+        self._all_families = families
+        self._clusters = [family for family in families if family.cluster > 1]
+        self._families = [family for family in families if family.cluster < 2]
+        self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._pool = BufferPool()
@@ -75,14 +86,51 @@ class Inspector:
         plan = Plan(owner, words, batch, buffers, self._pool)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
-        for family, units, ctas in (
-            (self._short, words[Header.UNITS_SHORT], num_ctas[0]),
-            (self._long, words[Header.UNITS_LONG], num_ctas[1]),
-        ):
+        ctas = dict(zip(self._all_families, num_ctas, strict=True))
+        for index, units in enumerate(self._units(plan, words)):
             if units:
-                work = self._deal(plan, family, units, ctas, values, fixed_split, buffers)
-                plan.work.append(work)
+                family, split = self._families[index], fixed_split
+                if index == 0 and not fixed_split:
+                    family, split = self._choose(plan, family, units, ctas)
+                counts = (units, self._num_kv_heads, ctas[family])
+                work = self._deal(plan, family, index, counts, values, split, buffers)
+                if work.items.size:
+                    plan.work.append(work)
         return plan
+
+    def _choose(
+        self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
+    ) -> tuple[Family, int]:
+        """Return the family, or one in clusters that takes its place in a batch, and its split.
+
+        With few units of like length none is cut: the largest clusters share one each that are as
+        many. With few of which some are much longer, clusters have fewer parts to merge.
+        """
+        units = units * self._num_kv_heads
+        is_decoding = plan.max_qo_len * self._group_size <= family.rows
+        fitting = [each for each in self._clusters if is_decoding and units <= ctas[each]]
+        for each in fitting:
+            if self._pays_whole(plan, each):
+                return each, UNCUT
+        for each in self._clusters if fitting else ():
+            if units <= CROWD * ctas[each]:
+                return each, 0
+        return family, 0
+
+    def _pays_whole(self, plan: Plan, family: Family) -> bool:
+        """Whether clusters that do not cut units are faster than cutting them.
+
+        A cluster has a fraction of the memory's speed; so the longest request must not be much more
+        than that fraction of all, unless merging the parts of its units would take longer still.
+        """
+        tokens = plan.num_kv_tokens * self._num_kv_heads
+        return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
+
+    def _units(self, plan: Plan, words: list[int]) -> list[int]:
+        """Bound the units of each family: those that are sure to have none have 0."""
+        longest = plan.max_qo_len * self._group_size
+        counts = [words[Header.UNITS_SHORT] * (longest > rows) for rows in self._bounds[:-2]]
+        return [*counts, words[Header.UNITS_LONG]]
 
     def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
         size = bsr.batch_size
@@ -104,8 +152,8 @@ class Inspector:
             NONE if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
             bsr.page_size or 1,
             self._group_size,
-            self._short.rows,
-            self._long.rows,
+            self._families[-2].rows,
+            self._families[-1].rows,
             *batch,
             header,
         )
@@ -115,27 +163,26 @@ class Inspector:
         self,
         plan: Plan,
         family: Family,
-        units: int,
-        num_ctas: int,
+        index: int,
+        counts: tuple[int, int, int],
         values: list[Any],
         fixed_split: int,
         buffers: Buffers,
     ) -> WorkList:
-        pieces = self._pieces(plan, family, units, fixed_split)
-        counts = (units, self._num_kv_heads, num_ctas, pieces)
-        max_slots = sizes.max_slots(*counts)
+        units, num_kv_heads, num_ctas = counts
+        pieces = self._pieces(plan, index, units, fixed_split)
+        max_slots = sizes.max_slots(*counts, pieces)
         items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
-            buffers, family.name, *counts
+            buffers, family.name, *counts, pieces
         )
         header = buffers.take("header", HEADER_WORDS)
         qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
-        short = family is self._short
         self._plan_work(
             qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
             *values,
-            plan.batch_size, self._num_kv_heads, num_ctas, self._group_size,
-            1 if short else self._short.rows + 1,
-            self._short.rows if short else MAX_ROWS,
+            plan.batch_size, num_kv_heads, *self._at_once(plan, family),
+            num_ctas, self._group_size,
+            self._bounds[index] + 1, self._bounds[index + 1],
             family.rows, family.block, family.overhead, fixed_split, max_slots,
             scratch, items, cta_indptr, merge_items, merge_indptr, header,
         )  # fmt: skip
@@ -154,10 +201,21 @@ class Inspector:
             wide(words, Header.TOTAL_LOAD_LO),
         )
 
-    def _pieces(self, plan: Plan, family: Family, units: int, fixed_split: int) -> int:
+    def _at_once(self, plan: Plan, family: Family) -> tuple[int, int]:
+        """Return the KV heads, and the KV tokens of requests, whose K and V fit the cache."""
+        if not family.cached_tokens:
+            return 0, 0
+        fit = max(family.cached_tokens // max(plan.max_kv_len, 1), 1)
+        counts = range(1, self._num_kv_heads + 1)
+        heads = max(n for n in counts if self._num_kv_heads % n == 0 and n <= fit)
+        return heads, family.cached_tokens // heads
+
+    def _pieces(self, plan: Plan, index: int, units: int, fixed_split: int) -> int:
         if not fixed_split:
             return 0
-        tiles = -(-plan.max_qo_len * self._group_size // family.rows)
+        is_last = index + 1 == len(self._families)
+        rows = plan.max_qo_len * self._group_size
+        tiles = -(-rows // self._families[index].rows) if is_last else 1
         return sizes.split_pieces(units, tiles, plan.num_kv_tokens, fixed_split)
 
 

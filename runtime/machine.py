@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tvm_attn.runtime.device import CPU
+from tvm_attn.runtime.fixed import FixedMemory, Terms
 from tvm_attn.runtime.host import check_process
 from tvm_attn.runtime.library import num_threads
 from tvm_attn.runtime.placement import Launch, Placement
@@ -28,8 +29,19 @@ class Machine(Protocol):
     def num_ctas(self, device: torch.device) -> Sequence[int]:
         """Return the CTAs that each family's work is dealt to."""
 
-    def place(self, plan: Plan, device: torch.device, workspace: torch.Tensor | None) -> Placement:
-        """Return a plan as kernels read it, with its partial states in `workspace` or new memory.
+    def fix(
+        self, terms: Terms, device: torch.device, workspace: torch.Tensor | None
+    ) -> FixedMemory | None:
+        """Return memory that a plan keeps when it is replanned, where graphs may read it."""
+
+    def place(
+        self,
+        plan: Plan,
+        device: torch.device,
+        workspace: torch.Tensor | None,
+        memory: FixedMemory | None,
+    ) -> Placement:
+        """Return a plan as kernels read it: in `memory`, or with its partial states in `workspace`.
 
         Raises
         ------
@@ -76,7 +88,19 @@ class CpuMachine:
         """Return the number of threads, for each family."""
         return self._num_ctas
 
-    def place(self, plan: Plan, device: torch.device, workspace: torch.Tensor | None) -> Placement:
+    def fix(
+        self, terms: Terms, device: torch.device, workspace: torch.Tensor | None
+    ) -> FixedMemory | None:
+        """Return nothing: there are no graphs."""
+        return None
+
+    def place(
+        self,
+        plan: Plan,
+        device: torch.device,
+        workspace: torch.Tensor | None,
+        memory: FixedMemory | None,
+    ) -> Placement:
         """Return the plan's own arrays: kernels read them where they are."""
         launches = []
         for work in plan.work:

@@ -65,7 +65,8 @@ class AttentionModule:
         self.device: str = meta.get("device", "cpu")
         self.backend: str = meta.get("backend", "cpu")
         self.params = tuple(param_from_json(p) for p in meta["params"])
-        self.families = tuple(Family(**f) for f in meta["families"])
+        families = (Family.from_json(fields) for fields in meta["families"])
+        self.families = tuple(family for alike in families for family in alike)
         self._artifact = artifact
         self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
@@ -83,7 +84,7 @@ class AttentionModule:
             spec.group_size,
             spec.num_kv_heads,
         )
-        self._planner = Planner(spec, self.params, inspector, self._machine, on_gpu)
+        self._planner = Planner(spec, self.params, inspector, self.families, self._machine, on_gpu)
         kernels = {f.name: libraries["attention"][f"attention_{f.name}"] for f in self.families}
         self._executor = Executor(spec, self.params, meta["use_softmax"], kernels, on_gpu)
 
@@ -121,9 +122,12 @@ class AttentionModule:
         kv_indices, kv_last_page_len : array
             ``[num_pages]`` and ``[batch]``; not for ragged K/V.
         limits : PlanLimits, optional
-            The largest batch this plan must be able to hold.
+            The largest batch this plan must be able to hold. On a GPU its memory is made for that,
+            once: a CUDA graph that captured a run sees what is planned into it (`out`) later. Its
+            plan-time parameters stay what they were, and cannot be arrays.
         out : Plan, optional
-            A plan of this kernel to replan into; on an error it keeps what it held.
+            A plan of this kernel to replan into; on an error it keeps what it held, and it keeps
+            the limits it has.
         workspace : torch.Tensor, optional
             Memory for partial states on the plan's device, at least ``workspace_size(limits)[0]``
             bytes; the library's own if not given.
@@ -131,7 +135,8 @@ class AttentionModule:
             Cut every request at multiples of this many KV tokens, so that its bits do not depend
             on the batch it is in.
         max_qo_len : int, optional
-            Longest query of the batch; checked, and otherwise only of use to device planning.
+            Longest query of the batch; checked. With `limits`, that of all batches to come: kernels
+            for longer ones are then not launched.
         q_pos_offset, kv_pos_offset : array, optional
             ``[batch]``: position of the first query (default kv_len - qo_len) and key (default 0).
         window_left : int, optional
@@ -314,14 +319,14 @@ class AttentionModule:
         code = {**self._artifact.libraries, **self._artifact.devices.get("attention", {})}
         kernels = self._artifact.meta.get("resources")
         return {
-            "families": [asdict(family) for family in self.families],
+            "families": [asdict(family) for family in self._distinct_families()],
             **({"kernels": kernels} if kernels else {"threads": self._machine.num_ctas(CPU)[0]}),
             "library_bytes": {name: len(content) for name, content in code.items()},
         }
 
     def __str__(self) -> str:
         """Return what it is, in a few lines."""
-        tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self.families)
+        tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self._distinct_families())
         return (
             f"AttentionModule: {self.variant}\n  spec    {self.spec}\n"
             f"  target  {self.target}, schedule {self.backend}{self._machine.describe()}\n"
@@ -330,6 +335,10 @@ class AttentionModule:
         )
 
     __repr__ = __str__
+
+    def _distinct_families(self) -> list[Family]:
+        """Return a family for each kernel."""
+        return [family for family in self.families if family.cluster < 2]
 
     def _uses(self) -> str:
         """Return what a CUDA kernel uses of a multiprocessor, a line for each query tile."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tvm_attn.runtime.device import on_device
+
+if TYPE_CHECKING:
+    from tvm_attn.runtime.fixed import FixedMemory
 
 
 class Launch(NamedTuple):
     """What the launch of one family's kernel takes of a plan.
 
     ``indices`` are the work list and the batch, ``partials`` the room for partial states (and, on
-    a GPU, the counters of the parts that have arrived), each in the kernel's order.
+    a GPU, the counters of the parts that have arrived, and how many CTAs share an item, where there
+    is a choice), each in the kernel's order.
     """
 
     family: str
     indices: tuple[Any, ...]
-    partials: tuple[torch.Tensor, ...]
+    partials: tuple[Any, ...]
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Placement:
         Of a GPU: the stream that work on these arrays was last queued on.
     memory : tuple of torch.Tensor
         Of a GPU: the memory that the plan owns.
+    fixed : FixedMemory, optional
+        Of a GPU: where the arrays of a plan with limits stay.
     """
 
     device: torch.device
@@ -48,6 +54,7 @@ class Placement:
     ones: torch.Tensor
     stream: torch.cuda.Stream | None = None
     memory: tuple[torch.Tensor, ...] = ()
+    fixed: FixedMemory | None = None
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.

@@ -31,6 +31,10 @@ class Family:
         Fixed cost of an item, in blocks.
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
+    cached_tokens : int
+        KV tokens of one head that a cache holds for all CTAs; 0 if they share none.
+    cluster : int
+        CTAs that share each item, if the kernel is told that, else 0.
     """
 
     name: str
@@ -38,6 +42,24 @@ class Family:
     block: int
     overhead: int
     residents: int = 1
+    cached_tokens: int = 0
+    cluster: int = 0
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """What the kernel is told besides the plan."""
+        return (self.cluster,) if self.cluster else ()
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> list[Family]:
+        """Return a compiled query tile, after it in clusters of each size there is, largest first.
+
+        They have the same kernel, and serve the same requests.
+        """
+        sizes = fields.get("clusters")
+        given = {name: value for name, value in fields.items() if name != "clusters"}
+        clusters = (0,) if sizes is None else (*sizes, 1)
+        return [Family(**given, cluster=size) for size in clusters]
 
 
 class WorkItem(NamedTuple):

@@ -10,11 +10,12 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import DTypeError, PlanError
 from tvm_attn.runtime.device import CPU
+from tvm_attn.runtime.fixed import FixedMemory, Terms
 from tvm_attn.runtime.formats import batch_format, to_host
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.machine import Machine
 from tvm_attn.runtime.params import UNBOUNDED, plan_values
-from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec, Param
 
@@ -32,6 +33,8 @@ class Planner:
         The variant's parameters.
     inspector : Inspector
         Plans on the host.
+    families : sequence of Family
+        Query tiles, as the inspector has them.
     machine : Machine
         What the kernel runs on.
     on_gpu : bool
@@ -43,12 +46,14 @@ class Planner:
         spec: AttentionSpec,
         params: Sequence[Param],
         inspector: Inspector,
+        families: Sequence[Family],
         machine: Machine,
         on_gpu: bool,
     ):
         self._spec = spec
         self._params = params
         self._inspector = inspector
+        self._families = families
         self._machine = machine
         self._on_gpu = on_gpu
         self._heads = {"num_qo_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
@@ -73,13 +78,21 @@ class Planner:
             arrays, params, wanted = _from_gpu(arrays, params)
             device = self._machine.plan_device(wanted or _gpu_of(workspace) or _gpu_of(out))
         bsr = batch_format(self._spec, arrays)
+        split = positive("fixed_split_size", fixed_split_size)
+        longest = positive("max_qo_len", max_qo_len)
+        terms = None
         if limits is not None:
             expect("limits", limits, PlanLimits)
             limits.check(bsr)
-        plan = self._inspect(owner, bsr, params, fixed_split_size, device)
-        if plan.max_qo_len > (positive("max_qo_len", max_qo_len) or plan.max_qo_len):
-            raise PlanError(f"max_qo_len={max_qo_len}, but a request has {plan.max_qo_len} queries")
-        plan.placement = self._machine.place(plan, device, workspace)
+            terms = Terms(limits, split, longest)
+        memory = self._memory(terms, split, device, out, workspace)
+        if memory is not None:
+            memory.terms.limits.check(bsr)
+            longest = min(filter(None, (longest, memory.terms.max_qo_len)), default=0)
+        plan = self._inspect(owner, bsr, params, split, self._queues(device, memory))
+        if longest and plan.max_qo_len > longest:
+            raise PlanError(f"max_qo_len={longest}, but a request has {plan.max_qo_len} queries")
+        plan.placement = self._machine.place(plan, device, workspace, memory)
         if out is None:
             return plan
         out.replace_by(plan)
@@ -90,8 +103,8 @@ class Planner:
         owner: object,
         bsr: BSR,
         params: Arguments,
-        fixed_split_size: int | None,
-        device: torch.device,
+        split: int,
+        num_ctas: Sequence[int],
     ) -> Plan:
         given = {**bsr.index_params, **params} if bsr.index_params else params
 
@@ -101,8 +114,34 @@ class Planner:
             sizes = {**self._heads, "batch": plan.batch_size}
             return plan_values(self._params, given, plan.lengths, sizes)
 
-        split = positive("fixed_split_size", fixed_split_size)
-        return self._inspector.plan(owner, bsr, bind, split, self._machine.num_ctas(device))
+        return self._inspector.plan(owner, bsr, bind, split, num_ctas)
+
+    def _memory(
+        self,
+        terms: Terms | None,
+        split: int,
+        device: torch.device,
+        out: Plan | None,
+        workspace: torch.Tensor | None,
+    ) -> FixedMemory | None:
+        """Return the memory of a plan with limits: that of `out`, or new one."""
+        held = None if out is None else out.placement.fixed
+        if held is None or held.device != device or terms not in (None, held.terms):
+            return None if terms is None else self._machine.fix(terms, device, workspace)
+        if split != held.terms.split:
+            raise PlanError(
+                f"fixed_split_size={split or None}, but this plan has limits for "
+                f"{held.terms.split or None}; keep it, or make another plan"
+            )
+        return held
+
+    def _queues(self, device: torch.device, memory: FixedMemory | None) -> list[int]:
+        """Return how many queues each family has: none in clusters that a plan has no room for."""
+        counts = list(self._machine.num_ctas(device))
+        for i, family in enumerate(self._families):
+            if memory is not None and family.cluster > 1 and family not in memory.families:
+                counts[i] = 0
+        return counts
 
 
 def positive(name: str, value: int | None) -> int:

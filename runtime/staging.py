@@ -6,8 +6,10 @@ it are done, an event for each, so that there is a ring of buffers that grows be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from tvm_attn.runtime.buffers import Ints
 
 ALIGNMENT = 16
 """Arrays begin at multiples of so many bytes."""
+WORDS = ALIGNMENT // 4
 
 HostArray = Ints | torch.Tensor
 """What is copied: int32 arrays of one or two axes, and tensors of any dtype; all contiguous."""
@@ -65,6 +68,47 @@ class Copies:
         if dtype not in self._typed:
             self._typed[dtype] = self.block.view(dtype)
         return self._typed[dtype].as_strided(array.shape, strides, begin // dtype.itemsize)
+
+
+class Room:
+    """Room on a device for int32 arrays, into which they are copied again and again.
+
+    Parameters
+    ----------
+    device : torch.device
+        A GPU; on the CPU, copies are immediate.
+    shapes : mapping
+        The largest shape of each array; of the last one, only what is used is copied.
+
+    Attributes
+    ----------
+    block : torch.Tensor
+        The memory, zero at first.
+    """
+
+    def __init__(self, device: torch.device, shapes: Mapping[Any, tuple[int, ...]]):
+        sizes = (-(-math.prod(shape) // WORDS) * WORDS for shape in shapes.values())
+        *begins, size = accumulate(sizes, initial=0)
+        self._begins = dict(zip(shapes, begins, strict=True))
+        self.block = torch.zeros(max(size, 1), dtype=torch.int32, device=device)
+        self._views = {
+            name: self.block[begin : begin + math.prod(shapes[name])].view(shapes[name])
+            for name, begin in self._begins.items()
+        }
+
+    def of(self, name: Any) -> torch.Tensor:
+        """Return an array, in its largest shape."""
+        return self._views[name]
+
+    def fill(self, arrays: Mapping[Any, Ints]) -> None:
+        """Copy arrays here, on the current stream; they may change once this has returned."""
+        end = max((self._begins[name] + array.size for name, array in arrays.items()), default=0)
+        staged = torch.empty(end, dtype=torch.int32, pin_memory=self.block.device.type == "cuda")
+        host = staged.numpy()
+        for name, array in arrays.items():
+            begin = self._begins[name]
+            host[begin : begin + array.size] = array.reshape(-1)
+        self.block[:end].copy_(staged, non_blocking=True)
 
 
 def _as_bytes(array: HostArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -59,11 +61,6 @@ class PlanLimits:
                 )
 
 
-def work_units(family: Family, limits: PlanLimits, group_size: int) -> int:
-    """Bound the (request, tile) pairs of a family: a tile each, and full tiles of all rows."""
-    return limits.max_batch + limits.max_qo_tokens * group_size // family.rows
-
-
 def workspace_size(
     spec: AttentionSpec,
     families: Sequence[Family],
@@ -74,23 +71,67 @@ def workspace_size(
     """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
 
     `num_ctas` are those of each family. Without `fixed_split_size` the first does not grow with the
-    batch.
+    batch. A family in clusters takes another's place and no more room.
     """
-    floats = ints = 0
+    counts = family_counts(spec, families, limits, num_ctas, fixed_split_size)
+    floats, ints = 0, HEADER_WORDS
+    for family, of_family in counts.items():
+        if family.cluster < 2:
+            floats += of_family.slots * partial_words(spec, family)
+            ints += sum(math.prod(shape) for shape in work_sizes(of_family).values())
+    ints += sum(math.prod(shape) for shape in batch_sizes(spec, limits).values())
+    return 4 * floats, 4 * ints
+
+
+class Counts(NamedTuple):
+    """Bounds of a family's work list."""
+
+    num_ctas: int
+    items: int
+    slots: int
+    merges: int
+
+
+def family_counts(
+    spec: AttentionSpec,
+    families: Sequence[Family],
+    limits: PlanLimits,
+    num_ctas: Sequence[int],
+    fixed_split_size: int = 0,
+) -> dict[Family, Counts]:
+    """Bound the work list of each family; arguments are those of `workspace_size`."""
+    found = {}
     for family, ctas in zip(families, num_ctas, strict=True):
-        units = work_units(family, limits, spec.group_size)
+        is_last = family is families[-1]
+        rows = limits.max_qo_tokens * spec.group_size
+        units = limits.max_batch + is_last * (rows // family.rows)
         pieces = 0
         if fixed_split_size:
-            tiles = -(-limits.max_qo_tokens * spec.group_size // family.rows)
+            tiles = -(-rows // family.rows) if is_last else 1
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
         counts = (units, spec.num_kv_heads, ctas, pieces)
-        slots, merges = sizes.max_slots(*counts), sizes.max_merges(*counts)
-        floats += slots * partial_words(spec, family)
-        ints += sizes.max_items(*counts) * ITEM_WORDS + ctas + 1
-        ints += merges * (MERGE_WORDS + 2) + 1  # the last word: the parts that have arrived
+        bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
+        found[family] = Counts(ctas, *bounds)
+    return found
+
+
+def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a work list's arrays on a device, int32."""
+    return {
+        "items": (counts.items, ITEM_WORDS),
+        "cta_indptr": (counts.num_ctas + 1,),
+        "merge_items": (counts.merges, MERGE_WORDS),
+        "merge_indptr": (counts.merges + 1,),
+        "arrivals": (counts.merges,),
+    }
+
+
+def batch_sizes(spec: AttentionSpec, limits: PlanLimits) -> dict[str, tuple[int]]:
+    """Return the shapes of a batch's arrays on a device, int32."""
     pages = limits.max_kv_tokens // (spec.page_size or 1) if spec.is_paged else 0
-    ints += 2 * (limits.max_batch + 1) + pages + 3 * limits.max_batch + HEADER_WORDS
-    return 4 * floats, 4 * ints
+    requests = dict.fromkeys(("kv_len", "q_pos_offset", "kv_pos_offset"), (limits.max_batch,))
+    indptr = dict.fromkeys(("qo_indptr", "kv_indptr"), (limits.max_batch + 1,))
+    return {**indptr, "kv_indices": (pages,), **requests}
 
 
 def partial_words(spec: AttentionSpec, family: Family) -> int:

@@ -119,8 +119,9 @@ def attend(cta, task, following, q, k, v, t, end, s):
         is_last = T.meta_var(kv0 + block >= kv_end)
         wait_for_copies()
         T.cuda.cta_sync()
-        if kv0 == task.first_key:
-            hold_queries(cta)
+        if cta.tile.holds_queries:
+            if kv0 == task.first_key:
+                hold_queries(cta)
         make_k(cta, task, s, kv0, kv_end)
         if kv0 + 2 * block < kv_end:
             look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
@@ -148,7 +149,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
         elif T.And(T.Not(is_last), t + 1 < end):
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
-        logits(cta, task, kv0)
+        logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
         pv(cta, factor, s)
@@ -270,7 +271,10 @@ def attention(
                 commit_copies()
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
+                arrive(
+                    *(task.slot, work.merge_indptr, arrivals),
+                    *(shared.verdict, thread, T.cuda.cta_sync),
+                )
                 if shared.verdict[0] != NOBODY:
                     merge_unit(cta, given, shared.verdict[0])
             t = t + 1

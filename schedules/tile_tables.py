@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from tvm_attn.schedules import families as kinds
 from tvm_attn.schedules.tiles import cpu_tiles
-from tvm_attn.schedules.tiles_cuda import (
-    FAMILIES,
-    FULL_BLOCK,
-    REGISTER_LIMIT,
-    Candidate,
-    Kind,
-    Rank,
-    candidates,
-    tiles_to_try,
-)
+from tvm_attn.schedules.tiles_cuda import FULL_BLOCK, REGISTER_LIMIT, Candidate, Kind
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 
@@ -27,8 +20,10 @@ WORSE = {
     "block": "shorter blocks",
     "residents": "fewer CTAs on an SM",
     "holds_queries": "queries are loaded again",
+    "size": "slower size of a CTA",
+    "passes": "states joined in more passes",
 }
-"""What to call it where a tile has less of something in `Rank` than the best one."""
+"""What to call it where a tile has less of something in its rank than the best one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,11 @@ def tile_tables(
     """
     if target.arch is None:
         return [_of_cpu(spec, target)]
-    return [_limits(target.arch), *(_of_family(spec, target, f, makes) for f in FAMILIES)]
+    shown = kinds.families(spec, target, makes)
+    tables = [_limits(target.arch), *(_of_family(spec, target, f, makes) for f in shown)]
+    if reason := kinds.refuses_decode(spec, target, makes):
+        tables.insert(1, TileTable(f"no decode family: {reason}", (), ()))
+    return tables
 
 
 def _of_cpu(spec: AttentionSpec, target: BuildTarget) -> TileTable:
@@ -92,9 +91,9 @@ def _of_family(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: tuple[bool, bool]
 ) -> TileTable:
     columns = ("rows x keys", "warps", "stages", "CTAs/SM", "shared bytes", "registers", "try", "")
-    tries = tiles_to_try(spec, target, family, makes)
+    tries = kinds.tiles_to_try(spec, target, family, makes)
     rows = []
-    for one in candidates(spec, target, family, makes):
+    for one in kinds.candidates(spec, target, family, makes):
         number = str(tries.index(one.tile) + 1) if one.tile in tries else ""
         remark = one.excess or _worse(one.tile.rank(), tries[0].rank()) or "chosen"
         rows.append((*_figures(one), number, remark))
@@ -110,9 +109,9 @@ def _figures(one: Candidate) -> tuple[str, ...]:
     )
 
 
-def _worse(rank: Rank, best: Rank) -> str:
+def _worse(rank: Any, best: Any) -> str:
     """Name the most important thing that a tile has less of than the best; empty if nothing."""
-    less = (WORSE[name] for name in Rank._fields if getattr(rank, name) < getattr(best, name))
+    less = (WORSE[name] for name in best._fields if getattr(rank, name) < getattr(best, name))
     return next(less, "")
 
 

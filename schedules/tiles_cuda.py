@@ -28,8 +28,9 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-Kind = Literal["short", "long"]
+Kind = Literal["decode", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
+"""Those whose tiles are here; decoding has tiles of its own."""
 SHORT_ROWS = 64
 """Query rows of the short family: a tile for each warp."""
 LONG_ROWS = 128
@@ -119,6 +120,21 @@ class CudaTile:
             raise SpecError(f"{self}: rows of a warp, and keys, come in tiles of {ROWS}")
 
     @property
+    def schedule(self) -> str:
+        """Return the schedule that makes its kernel."""
+        return "sm80"
+
+    @property
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return self.block
+
+    @property
+    def clusters(self) -> tuple[int, ...] | None:
+        """How many CTAs can share each item, besides one; None if the kernel knows of none."""
+        return None
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return WARP * self.warps
@@ -127,6 +143,16 @@ class CudaTile:
     def row_tiles(self) -> int:
         """Tiles of 16 rows that a warp has."""
         return self.rows // (ROWS * self.warps)
+
+    @property
+    def tasks(self) -> int:
+        """Work items that shared memory holds."""
+        return TASKS
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether an item's first block may begin with keys before its first."""
+        return False
 
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""
@@ -151,7 +177,7 @@ class CudaTile:
         queries = self.row_tiles * QUERY_REGISTERS * (self.query_steps(spec) - STEPS_AHEAD)
         return accumulators + queries + OTHER_REGISTERS
 
-    def rank(self) -> Rank:
+    def rank(self) -> tuple[int, ...]:
         """Return how good it is."""
         return Rank(
             has_full_blocks=self.block >= FULL_BLOCK,
@@ -223,7 +249,7 @@ def ranked_tiles(
         least = min(candidate.shared_bytes for candidate in considered)
         raise SpecError(
             f"no tile of {spec} fits {target}: the smallest one takes {least} bytes of shared "
-            f"memory, but a CTA has at most {_arch(target).shared_memory_per_block}"
+            f"memory, but a CTA has at most {arch_of(target).shared_memory_per_block}"
         )
     return tiles
 
@@ -235,8 +261,8 @@ def candidates(
     makes: tuple[bool, bool] = (False, False),
 ) -> list[Candidate]:
     """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
-    arch = _arch(target)
-    found = [_candidate(tile, spec, arch, makes) for tile in _tiles(spec, family)]
+    arch = arch_of(target)
+    found = [with_residents(tile, spec, arch, makes) for tile in _tiles(spec, family)]
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
@@ -275,7 +301,7 @@ def _shapes(spec: AttentionSpec, family: Kind) -> Iterator[CudaTile]:
                         yield CudaTile(family, rows, block, warps, stages, residents=1)
 
 
-def _candidate(
+def with_residents(
     tile: CudaTile, spec: AttentionSpec, arch: Arch, makes: tuple[bool, bool]
 ) -> Candidate:
     """Put as many CTAs on a multiprocessor as fit."""
@@ -294,7 +320,14 @@ def _candidate(
     return Candidate(replace(tile, residents=max(residents, 1)), shared, registers, excess)
 
 
-def _arch(target: BuildTarget) -> Arch:
+def arch_of(target: BuildTarget) -> Arch:
+    """Return the architecture of a GPU.
+
+    Raises
+    ------
+    TargetError
+        If it is a CPU.
+    """
     if target.arch is None:
         raise TargetError(f"{target} is no GPU; use a cuda target")
     return target.arch

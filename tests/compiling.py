@@ -10,15 +10,13 @@ from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.compilers import CudaCompiler, find_nvcc, find_nvrtc
 from tvm_attn.codegen.resources import Resources
 from tvm_attn.errors import CompileError
-from tvm_attn.schedules import sm80
-from tvm_attn.schedules.tiles_cuda import FAMILIES, CudaTile, tiles_to_try
+from tvm_attn.schedules.families import attention, families, tiles_to_try
+from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.shipped import Configuration
 from tvm_attn.target import parse_target
 from tvm_attn.tir.hooks import Hooks
 
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
-ATTENTION = {"sm80": sm80.attention}
-"""What generates a kernel, by schedule."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Kernel:
         return outcome
 
     def _generate(self, tile: CudaTile) -> cuda.Generated:
-        attention = ATTENTION[self.configuration.schedule]
         try:
             hooks = Hooks(self.configuration.make_variant())
             function = attention(self.configuration.spec, hooks, tile, "attention")
@@ -107,7 +104,7 @@ def kernels(configuration: Configuration) -> list[Kernel]:
     target = parse_target(configuration.target)
     return [
         Kernel(configuration, tiles_to_try(configuration.spec, target, family, makes))
-        for family in FAMILIES
+        for family in families(configuration.spec, target, makes)
     ]
 
 

@@ -35,10 +35,10 @@ def generate_kernel(
     _compat.import_tvm()
 
     def work(_: object) -> GeneratedKernel:
-        from tvm_attn.schedules import sm80
+        from tvm_attn.schedules import families
         from tvm_attn.tir.hooks import Hooks
 
-        function = sm80.attention(spec, Hooks(variant), tile)
+        function = families.attention(spec, Hooks(variant), tile)
         generated = cuda.generate({"attention": function}, target, "tirx")
         [launch] = generated.launches.values()
         return GeneratedKernel(

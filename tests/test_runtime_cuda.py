@@ -14,7 +14,6 @@ import torch
 import tvm_attn as ta
 from tests.batches import Batch, random_batch
 from tests.cases import arguments, kernel
-from tests.facades import WORKSPACE
 from tvm_attn._flashinfer.arguments import schedule_of
 from tvm_attn.errors import (
     ArtifactError,
@@ -435,12 +434,3 @@ def test_a_backend_chooses_a_schedule_on_a_gpu() -> None:
     assert schedule_of("fa2", gpu) == "sm80"
     assert schedule_of("auto", gpu) is None
     assert schedule_of("fa2", torch.device("cpu")) is None
-
-
-def test_graph_mode_is_not_implemented_on_a_gpu() -> None:
-    wrapper = ta.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    wrapper.device = torch.device("cuda", 0)
-    with pytest.raises(
-        NotImplementedError, match="use_cuda_graph=True is not implemented on a GPU"
-    ):
-        wrapper._use_graph(None)  # type: ignore[arg-type]

@@ -53,7 +53,8 @@ def test_the_sample_compiles(arch: str, part: int) -> None:
     if not compilers:
         pytest.skip("there is neither nvcc nor NVRTC")
     configurations = [configuration for configuration in sample() if configuration.arch == arch]
-    turns = [kernels(each)[turn % 2] for turn, each in enumerate(configurations)]
+    tiles = [kernels(each) for each in configurations]
+    turns = [each[turn % len(each)] for turn, each in enumerate(tiles)]
     outcomes = compile_kernels(turns[part::PARTS], compilers)
     assert len(outcomes) == len(turns[part::PARTS]) * len(compilers)
     complaints = [outcome.complaint for outcome in outcomes if outcome.complaint]

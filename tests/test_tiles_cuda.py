@@ -26,6 +26,7 @@ from tvm_attn.schedules.tiles_cuda import (
     ranked_tiles,
     tiles_to_try,
 )
+from tvm_attn.schedules.tiles_decode import DecodeRank
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import FP8_DTYPES, AttentionSpec
 from tvm_attn.target import ARCHS, BuildTarget, parse_target
@@ -173,12 +174,13 @@ def test_candidates_are_all_that_fit_and_what_does_not(
 
 
 def test_tables_say_what_became_of_each_tile() -> None:
-    assert tuple(WORSE) == Rank._fields
-    problem = spec((128, 128))
-    limits, short, long = tile_tables(problem, parse_target("sm_86"))
+    assert set(WORSE) == {*Rank._fields, *DecodeRank._fields}
+    problem, target = spec((128, 128)), parse_target("sm_86")
+    limits, decode, *others = tile_tables(problem, target)
     assert ("a CTA", "101,376", "65,536", "1,024") in limits.rows
-    for family, table in zip(FAMILIES, (short, long), strict=True):
-        found = candidates(problem, parse_target("sm_86"), family)
+    assert decode.title.startswith("decode") and decode.rows[0][-1] == "chosen"
+    for family, table in zip(FAMILIES, others, strict=True):
+        found = candidates(problem, target, family)
         assert table.title.startswith(family) and len(table.rows) == len(found)
         *_, tries, remarks = zip(*table.rows, strict=True)
         assert remarks[0] == "chosen" and remarks.count("chosen") == 1 and all(remarks)
@@ -190,7 +192,7 @@ def test_tables_say_what_became_of_each_tile() -> None:
 
 def test_tables_need_no_compiler_and_check_what_they_are_given() -> None:
     problem = spec((64, 64))
-    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 1 + len(FAMILIES)
+    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 2 + len(FAMILIES)
     [cpu] = pipeline.tile_tables(problem)
     assert [row[0] for row in cpu.rows] == list(FAMILIES)
     with pytest.raises(TargetError, match="q_dtype=float32"):

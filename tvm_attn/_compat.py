@@ -170,7 +170,19 @@ def packed_module(module: Any) -> bytes:
     return bytes(pack(module).numpy().tobytes())
 
 
+LAUNCH_PARAMS = "tirx.kernel_launch_params"
+"""Attribute of a kernel of explicit threads: what its launch depends on, in this order."""
+_EARLY = "tirx.use_programtic_dependent_launch"
+
+
+def early_launch(in_clusters: bool) -> list[str]:
+    """Return launch parameters of a kernel that may begin before the kernel before it ends."""
+    cluster = ["clusterCtaIdx.x"] * in_clusters
+    return ["blockIdx.x", *cluster, "threadIdx.x", _EARLY, "tirx.use_dyn_shared_memory"]
+
+
 def _launches(host: Any) -> dict[str, Any]:
+    """Return launch parameters; `_EARLY` is one that has no value."""
     tvm = import_tvm()
     import tvm_ffi
 
@@ -178,7 +190,7 @@ def _launches(host: Any) -> dict[str, Any]:
 
     def visit(call: Any) -> None:
         if getattr(call.op, "name", "") == "tirx.call_ffi_kernel":
-            names = [str(name) for name in call.attrs.launch_params]
+            names = [str(name) for name in call.attrs.launch_params if str(name) != _EARLY]
             values = list(call.args)[-len(names) :]
             launches[str(call.args[0].value)] = dict(zip(names, values, strict=True))
 

@@ -33,7 +33,7 @@ from tvm_attn.variant import AttentionVariant
 
 TENSOR_CORE_DTYPES = ("float16", "bfloat16")
 """Of queries; K and V are widened to them."""
-BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80",)}
+BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80", "sm90")}
 """Schedules by kind of target; the first is the library's choice."""
 
 _loaded: dict[str, tuple[Artifact, Library]] = {}
@@ -96,7 +96,7 @@ def build(
         "backend": backend,
         "tiles": [
             asdict(tile)
-            for ranked in query_tiles(spec, hooks.variant, built_for).values()
+            for ranked in query_tiles(spec, hooks.variant, built_for, schedule).values()
             for tile in ranked
         ],
     }
@@ -105,7 +105,7 @@ def build(
             "attention",
             content,
             built_for,
-            lambda key: generate_kernel(spec, hooks, built_for, Phases(key, report)),
+            lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
         )
         planner_part = _Part(
             "planner",
@@ -227,6 +227,27 @@ def build_functions(
         from tvm_attn.schedules.rows import map_rows
 
         return compile_functions(name, map_rows(define, dim, unit, built_for), built_for)
+
+    return _Part(name, content, built_for, generate).obtain()[1]
+
+
+def build_kernel(name: str, define: Callable[[], Any], target: object) -> Library:
+    """Compile a stand-alone kernel of explicit threads for a GPU, or take it from the cache.
+
+    Parameters
+    ----------
+    name : str
+        Its symbol.
+    define : callable
+        Returns the function; called only when it is not cached.
+    target : object
+        As in `build`.
+    """
+    built_for = parse_target(target)
+    content = {"kernel": name, "target": built_for.key()}
+
+    def generate(_: str) -> Artifact:
+        return compile_functions(name, {name: define()}, built_for, dialect="tirx")
 
     return _Part(name, content, built_for, generate).obtain()[1]
 

@@ -90,6 +90,11 @@ def any_lane(condition: Expr) -> Expr:
     return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition)) != 0
 
 
+def of_lane(value: Expr, lane: Expr) -> Expr:
+    """Return the value that a lane of the warp has."""
+    return T.cuda.__shfl_sync(T.uint32(ALL_LANES), value, lane, WARP)
+
+
 def over_row(value: Expr, lanes: int) -> Expr:
     """Return the value of the lane that is `lanes` (1 or 2) away among the four of a row."""
     return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)

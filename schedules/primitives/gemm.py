@@ -36,10 +36,9 @@ def load_queries(cta, d):
 
 @T.inline
 def hold_queries(cta):
-    """Load the warp's queries of all steps, if there are registers for them."""
-    if cta.tile.holds_queries:
-        for d in T.unroll(cta.spec.head_dim_qk // DEPTH):
-            load_queries(cta, d)
+    """Load the warp's queries of all steps."""
+    for d in T.unroll(cta.spec.head_dim_qk // DEPTH):
+        load_queries(cta, d)
 
 
 @T.inline

@@ -12,6 +12,23 @@ from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.spec import AttentionSpec
 
+KEEP = r"""
+__device__ __forceinline__ unsigned keep(unsigned value) {
+  unsigned kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  return kept;
+}
+"""
+"""What the compiler sees through it computes again where it is used, even in a loop."""
+
+
+def held(value: Any) -> Any:
+    """Return a value of 32 bits, unsigned, in a register: computed here, not where it is used."""
+    register = T.alloc_local((1,), "uint32")
+    call = T.cuda.func_call("keep", value, source_code=KEEP, return_type="uint32")
+    T.buffer_store(register, call, [0])
+    return register[0]
+
 
 @dataclass(frozen=True)
 class Registers:

@@ -7,7 +7,9 @@ was accumulated is seldom rescaled.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -20,11 +22,16 @@ from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.primitives.task import LaneRows, at_hand
 from tvm_attn.tir.states import f32
 from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
+from tvm_attn.tir.visibility import ALL, Range
 from tvm_attn.variant import Expr
 
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
 """How far (as a power of 2) a score may pass the peak before rows are rescaled: weights of the
 operands' dtype can hold it, and rows of long requests are then seldom touched."""
+
+
+TILES_AT_ONCE = 4
+"""Tiles of keys whose logits are made together."""
 
 
 @T.inline
@@ -51,13 +58,17 @@ def logit(cta: Cta, rows: LaneRows, kv0: Expr, i: Expr, n: Expr, e: Expr) -> Exp
 
 
 @T.inline
-def transform(cta, rows, kv0, finish):
-    """Turn all products into what `finish` makes of their logits."""
-    for n in T.unroll(cta.key_tiles):
-        for e in T.unroll(2):
-            for i in T.unroll(cta.rows):
-                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                cta.registers.score[at] = finish(logit(cta, rows, kv0, i, n, e))
+def transform(cta, rows, kv0, finish, holds):
+    """Turn all products into what `finish` makes of their logits, a few tiles at a time."""
+    for step in T.unroll(-(-cta.key_tiles // TILES_AT_ONCE)):
+        if holds:
+            for n in T.unroll(TILES_AT_ONCE):
+                for e in T.unroll(2):
+                    for i in T.unroll(cta.rows):
+                        tile = T.meta_var(step * TILES_AT_ONCE + n)
+                        if tile < cta.key_tiles:
+                            at = T.meta_var(cta.score(i // HALVES, tile, i % HALVES, e))
+                            cta.registers.score[at] = finish(logit(cta, rows, kv0, i, tile, e))
 
 
 def largest_argument(cta: Cta, rows: LaneRows, kv0: Expr) -> Expr:
@@ -73,42 +84,100 @@ def calls_tanh(cta: Cta, rows: LaneRows) -> bool:
 
 
 @T.inline
-def logits(cta, task, kv0):
-    """Turn products into logits, where a hook does that."""
+def logits(cta, task, kv0, holds):
+    """Turn products into logits, where a hook does that.
+
+    Some tiles are transformed only if `holds`, which it always does: where the compiler does not
+    know that, it does not begin with all of them at once and run out of registers.
+    """
     if cta.hooks.variant.logits_transform is not None:
         rows = T.meta_var(at_hand(cta, task))
         if calls_tanh(cta, rows):
             largest: T.float32 = largest_argument(cta, rows, kv0)
             if any_lane(T.Not(largest <= f32(NEAR_ZERO))):
-                transform(cta, rows, kv0, lambda x: x)
+                transform(cta, rows, kv0, lambda x: x, T.bool(True))
             else:
-                transform(cta, rows, kv0, with_tanh_near_zero)
+                transform(cta, rows, kv0, with_tanh_near_zero, T.bool(True))
         else:
-            transform(cta, rows, kv0, lambda x: x)
+            transform(cta, rows, kv0, lambda x: x, holds)
+
+
+def bound_rows(cta: Cta, rows: LaneRows, ranges: Sequence[Range], kv0: Expr) -> Any:
+    """Return registers with the first and the last column of each row's keys, from the lane's."""
+    bounds = T.alloc_local((2 * cta.rows,), "int32")
+    origin = kv0 + cta.lane.column(0)
+    for i, (first, last) in enumerate(ranges):
+        T.buffer_store(bounds, tirx.max(first, rows.first_key) - origin, [2 * i])
+        T.buffer_store(bounds, tirx.min(last, rows.end_key - 1) - origin, [2 * i + 1])
+    return bounds
+
+
+def begins_inside(cta: Cta, ranges: Sequence[Range]) -> bool:
+    """Whether the first keys of a row may be inside of a block."""
+    return cta.tile.begins_early or any(first is not ALL.first for first, _ in ranges)
+
+
+@T.inline
+def hide_outside(cta, rows, ranges, kv0):
+    """Hide the keys that are not in the range of a row."""
+    c = T.meta_var(cta.registers.score)
+    bounds = T.meta_var(bound_rows(cta, rows, ranges, kv0))
+    has_first = T.meta_var(begins_inside(cta, ranges))
+    for i in T.unroll(cta.rows):
+        for n in T.unroll(cta.key_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                ends = T.meta_var(n * COLUMNS + e <= bounds[2 * i + 1])
+                begins = T.meta_var(bounds[2 * i] <= n * COLUMNS + e)
+                c[at] = T.Select(
+                    T.And(begins, ends) if has_first else ends,
+                    c[at],
+                    f32(cta.hooks.accumulation.hidden),
+                )
+
+
+@T.inline
+def hide_by_mask(cta, rows, kv0):
+    """Hide the keys that the mask hides, asked of each."""
+    c = T.meta_var(cta.registers.score)
+    bits = T.meta_var(BlockBits.allocate(cta))
+    first = T.meta_var(kv0 + cta.lane.column(0))
+    if len(bits.words) > 0:
+        if rows.first_key < rows.end_key:  # else the bitmap may be empty
+            load_bits(cta, rows, bits, kv0)
+    for i in T.unroll(cta.rows):
+        for n in T.unroll(cta.key_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                token = T.meta_var(first + n * COLUMNS + e)
+                held = T.meta_var(bits.rows(rows, i, n, e))
+                shown = T.meta_var(lambda key: cta.hooks.visible(held.pair(i, key), T.bool(True)))
+                c[at] = T.Select(
+                    T.And(
+                        T.And(rows.first_key <= token, token < rows.end_key),
+                        on_key(shown, first, n * COLUMNS + e, rows.end_key),
+                    ),
+                    c[at],
+                    f32(cta.hooks.accumulation.hidden),
+                )
+
+
+@T.inline
+def hide(cta, task, kv0):
+    """Hide the keys of a block that rows do not see."""
+    rows = T.meta_var(at_hand(cta, task))
+    ranges = T.meta_var([rows.seen_by_row(i) for i in range(cta.rows)])
+    if None in ranges:
+        hide_by_mask(cta, rows, kv0)
+    else:
+        hide_outside(cta, rows, ranges, kv0)
 
 
 @T.inline
 def mask(cta, task, kv0):
     """Hide keys, in a block where some may be hidden."""
-    c = T.meta_var(cta.registers.score)
     if T.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)):
-        rows = T.meta_var(at_hand(cta, task))
-        bits = T.meta_var(BlockBits.allocate(cta))
-        load_bits(cta, rows, bits, kv0)
-        first = T.meta_var(kv0 + cta.lane.column(0))
-        for i in T.unroll(cta.rows):
-            for n in T.unroll(cta.key_tiles):
-                for e in T.unroll(2):
-                    at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                    held = T.meta_var(bits.rows(rows, i, n, e))
-                    visible = T.meta_var(
-                        lambda key: cta.hooks.visible(held.pair(i, key), key < rows.end_key)
-                    )
-                    c[at] = T.Select(
-                        on_key(visible, first, n * COLUMNS + e, rows.end_key),
-                        c[at],
-                        f32(cta.hooks.accumulation.hidden),
-                    )
+        hide(cta, task, kv0)
 
 
 def outgrown(cta: Cta, i: Expr) -> Expr:

@@ -245,6 +245,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         batch = len(last_page_len)
         qo_indptr = torch.arange(0, batch * q_len_per_req + 1, q_len_per_req, dtype=torch.int32)
         largest = batch if self._graph is None else self._graph.max_batch
+        if self._graph is not None:
+            self._max_qo_len = self._max_qo_len or q_len_per_req
         self._plan_batch(
             spec,
             options,

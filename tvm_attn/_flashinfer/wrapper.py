@@ -47,6 +47,7 @@ class Wrapper:
         self._backend = check_backend(backend)
         self._graph: GraphBuffers | None = None
         self._max_qo_tokens: int | None = None
+        self._max_qo_len: int | None = None
         self._kernel: AttentionModule | None = None
         self._planned: Plan | None = None
         self._split: int | None = None
@@ -89,7 +90,7 @@ class Wrapper:
                 max_qo_tokens = self._max_qo_tokens
             limits = graph.limits(max_qo_tokens, page_size)
             try:
-                planned = kernel.plan(*arrays, limits=limits, **given)
+                planned = self._plan_for_graph(kernel, arrays, limits, given)
             except LimitError as error:
                 raise LimitError(
                     f"{error}; in graph mode the limits are the sizes of the constructor's buffers"
@@ -99,6 +100,20 @@ class Wrapper:
             self._max_qo_tokens = limits.max_qo_tokens
         self._adopt(kernel, planned, options)
         self._split = split
+
+    def _plan_for_graph(
+        self,
+        kernel: AttentionModule,
+        arrays: tuple[Any, ...],
+        limits: PlanLimits,
+        given: dict[str, Any],
+    ) -> Plan:
+        """Plan into the plan held, on a GPU: that is what a graph has captured."""
+        held = self._to_replace(kernel) if self.device.type == "cuda" else None
+        with on_device(self.device):
+            return kernel.plan(
+                *arrays, limits=limits, max_qo_len=self._max_qo_len, out=held, **given
+            )
 
     def _to_replace(self, kernel: AttentionModule) -> Plan | None:
         """Return the plan held, if it is `kernel`'s: replanning in place reuses its memory."""
@@ -199,16 +214,7 @@ class WorkspaceWrapper(Wrapper):
         super().__init__(kv_layout, backend, buffer.device)
 
     def _use_graph(self, buffers: GraphBuffers) -> None:
-        """Go to graph mode.
-
-        A captured run reads a plan's own memory, which does not yet stay where it is when the batch
-        is planned again.
-        """
-        if self.device.type == "cuda":
-            raise NotImplementedError(
-                f"{type(self).__name__}: use_cuda_graph=True is not implemented on a GPU; leave it "
-                "at False"
-            )
+        """Go to graph mode."""
         self._graph = buffers
 
     @property

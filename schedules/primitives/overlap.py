@@ -1,0 +1,32 @@
+"""Overlap with the kernel before: a CTA begins while that one ends, and waits before it matters.
+
+Programmatic dependent launch (sm_90 on): what the kernel before may have written or may still read
+is not touched until `wait_for_previous`. A plan's arrays, which copies brought, are neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn import _compat
+
+
+@T.inline
+def let_next_begin(cta):
+    """Let the kernel after this one begin where there is room for it."""
+    if cta.tile.overlaps:
+        T.ptx.griddepcontrol.launch_dependents()
+
+
+@T.inline
+def wait_for_previous(cta):
+    """Wait until the kernel before this one is done."""
+    if cta.tile.overlaps:
+        T.ptx.griddepcontrol.wait()
+
+
+def overlapping(function: Any, *, in_clusters: bool) -> Any:
+    """Return a kernel that is launched so that it may begin early."""
+    return function.with_attr(_compat.LAUNCH_PARAMS, _compat.early_launch(in_clusters))

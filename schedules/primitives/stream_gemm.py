@@ -1,0 +1,151 @@
+"""Queries times keys and weights times values of a warp's own block, with ``mma.sync``.
+
+float8 operands are widened between shared memory and the multiplication. ``ldmatrix`` moves pairs
+of bytes, so a lane gets four neighbouring elements of a key, or two of two values: the sum over
+elements of a key may take them in that order, and so may the columns of the output.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.fragments import (
+    ACCUMULATORS,
+    LEFT,
+    RIGHT,
+    load_matrices,
+    multiply,
+)
+from tvm_attn.schedules.primitives.gemm import PAIR, weigh
+from tvm_attn.schedules.primitives.queries import hold_step
+from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
+from tvm_attn.schedules.primitives.streams import StreamingCta
+from tvm_attn.schedules.primitives.widened import swap_inner, widen
+from tvm_attn.tir.states import f32
+
+
+def chains(cta: StreamingCta) -> int:
+    """Return how many sums a score is made of: a multiplication waits for the one before it."""
+    return 2 if cta.tile.block == ROWS and cta.spec.head_dim_qk > DEPTH else 1
+
+
+@T.inline
+def load_keys(cta, s, n, step, register):
+    """Load 16 keys of a block, 32 bytes of each, into four registers."""
+    k = T.meta_var(cta.shared.k)
+    at = T.meta_var(cta.lane.right_address())
+    column = T.meta_var((step * DEPTH + at[1]) * (2 if cta.is_widened else 1))
+    pointer = T.meta_var(k.pointer(cta.stage(s), n * ROWS + at[0], column))
+    load_matrices(cta.registers.right, register, pointer)
+
+
+@T.inline
+def load_values(cta, s, j, n, register):
+    """Load 32 bytes of 16 values of a block, transposed, into four registers."""
+    v = T.meta_var(cta.shared.v)
+    at = T.meta_var(cta.lane.left_address())
+    column = T.meta_var((n * ROWS + at[1]) * (2 if cta.is_widened else 1))
+    pointer = T.meta_var(v.pointer(cta.stage(s), j * DEPTH + at[0], column))
+    load_matrices(cta.registers.right, register, pointer, transposed=True)
+
+
+@T.inline
+def multiply_keys(cta, t, n, step, register, sums):
+    """Multiply the queries of a step with 16 keys."""
+    left = T.meta_var(step * LEFT if cta.holds_queries else 0)
+    chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
+    if not cta.holds_queries:
+        hold_step(cta, t, step, left)
+    for h in T.unroll(2):
+        at = T.meta_var(chain + cta.score(0, n * 2 + h))
+        right = T.meta_var(register + h * RIGHT)
+        multiply(cta.dtype, sums, at, cta.queries, left, cta.registers.right, right)
+
+
+@T.inline
+def multiply_wide_keys(cta, t, n, pair, register, sums):
+    """Multiply the queries of a pair of steps with 16 keys that are widened for it."""
+    wide = T.alloc_local((RIGHT,), "uint32")
+    for i in T.unroll(2):
+        step = T.meta_var(pair * 2 + i)
+        if step < cta.spec.head_dim_qk // DEPTH:
+            left = T.meta_var(step * LEFT if cta.holds_queries else 0)
+            chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
+            if not cta.holds_queries:
+                hold_step(cta, t, step, left)
+            for h in T.unroll(2):
+                at = T.meta_var(chain + cta.score(0, n * 2 + h))
+                word = T.meta_var(cta.registers.right[register + h * RIGHT + i])
+                widen(str(cta.spec.kv_dtype), word, wide[0], wide[1])
+                multiply(cta.dtype, sums, at, cta.queries, left, wide, 0)
+
+
+@T.inline
+def qk(cta, t, s):
+    """Multiply the queries of item `t` with the keys of a block."""
+    width = T.meta_var(DEPTH * (2 if cta.is_widened else 1))
+    steps = T.meta_var(-(-cta.spec.head_dim_qk // width))
+    tiles = T.meta_var(cta.tile.block // ROWS)
+    scores = T.meta_var(cta.key_tiles * ACCUMULATORS)
+    sums = T.alloc_local((chains(cta) * scores,), "float32")
+    for i in T.unroll(chains(cta) * scores):
+        sums[i] = f32(0.0)
+    load_keys(cta, s, 0, 0, 0)
+    for i in T.unroll(steps * tiles):
+        register = T.meta_var(i % 2 * PAIR)
+        if i + 1 < steps * tiles:
+            load_keys(cta, s, (i + 1) % tiles, (i + 1) // tiles, (i + 1) % 2 * PAIR)
+        if cta.is_widened:
+            multiply_wide_keys(cta, t, i % tiles, i // tiles, register, sums)
+        else:
+            multiply_keys(cta, t, i % tiles, i // tiles, register, sums)
+    for i in T.unroll(scores):
+        cta.registers.score[i] = sums[i]
+        if chains(cta) == 2:
+            cta.registers.score[i] = sums[i] + sums[scores + i]
+
+
+@T.inline
+def multiply_values(cta, n, register):
+    """Multiply weights with 16 elements of 16 values."""
+    r = T.meta_var(cta.registers)
+    for h in T.unroll(2):
+        at = T.meta_var(cta.out(0, n * 2 + h))
+        multiply(cta.dtype, r.out, at, r.left, 0, r.right, register + h * RIGHT)
+
+
+@T.inline
+def multiply_wide_values(cta, n, register):
+    """Multiply weights with 32 elements of 16 values that are widened for it.
+
+    Of 16 neighbouring elements, the even ones are the columns of one tile, the odd ones another's.
+    """
+    r = T.meta_var(cta.registers)
+    wide = T.alloc_local((2 * RIGHT,), "uint32")
+    for i in T.unroll(2):
+        if n * 2 + i < cta.spec.dim_vo // ROWS:
+            for j in T.unroll(2):
+                word = T.meta_var(swap_inner(r.right[register + i * RIGHT + j]))
+                widen(str(cta.spec.kv_dtype), word, wide[j], wide[RIGHT + j])
+            for h in T.unroll(2):
+                at = T.meta_var(cta.out(0, (n * 2 + i) * 2 + h))
+                multiply(cta.dtype, r.out, at, r.left, 0, wide, h * RIGHT)
+
+
+@T.inline
+def pv(cta, factor, s):
+    """Weigh the scores, and multiply them with the values of a block."""
+    width = T.meta_var(ROWS * (2 if cta.is_widened else 1))
+    tiles = T.meta_var(-(-cta.spec.dim_vo // width))
+    steps = T.meta_var(cta.tile.block // DEPTH)
+    load_values(cta, s, 0, 0, 0)
+    for i in T.unroll(steps * tiles):
+        register = T.meta_var(i % 2 * PAIR)
+        if i % tiles == 0:
+            weigh(cta, factor, i // tiles)
+        if i + 1 < steps * tiles:
+            load_values(cta, s, (i + 1) // tiles, (i + 1) % tiles, (i + 1) % 2 * PAIR)
+        if cta.is_widened:
+            multiply_wide_values(cta, i % tiles, register)
+        else:
+            multiply_values(cta, i % tiles, register)

@@ -1,0 +1,155 @@
+"""A CTA whose warps stream keys each for itself: what it has in shared memory, what is whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS, TASK_WORDS, TASKS, WORD_BYTES
+from tvm_attn.schedules.primitives.staging import SharedTile, shared_address
+from tvm_attn.schedules.tiles_decode import DecodeTile, state_pitch
+from tvm_attn.spec import FP8_DTYPES, AttentionSpec
+from tvm_attn.variant import Expr
+
+
+@dataclass(frozen=True)
+class StreamTiles:
+    """Shared memory of a CTA, most of which belongs to one warp each.
+
+    ``q`` has the rows of two items, as they are stored. ``k`` and ``v`` are the warps' rings of
+    blocks; ``tasks`` are words of `task.Task`, the warp's own. ``state`` (rows of outputs),
+    ``peaks`` and ``totals`` are where warps put their states to be joined; ``verdict`` is one word.
+    """
+
+    q: SharedTile
+    k: SharedTile
+    v: SharedTile
+    tasks: Any
+    state: Any
+    peaks: Any
+    totals: Any
+    verdict: Any
+    origins: tuple[Expr, ...]
+    state_pitch: int
+
+    @staticmethod
+    def allocate(spec: AttentionSpec, tile: DecodeTile, warp: Expr) -> StreamTiles:
+        """Allocate, and view what belongs to a warp."""
+        pool = T.SMEMPool()
+        q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
+        stages, columns = tile.warps * tile.stages, state_pitch(tile.part(spec.dim_vo))
+        q = SharedTile.allocate(pool, tile.rows, spec.head_dim_qk, q_dtype, 2)
+        k, v = (
+            SharedTile.allocate(pool, tile.block, dim, kv_dtype, stages)
+            for dim in (spec.head_dim_qk, spec.dim_vo)
+        )
+        rows = tile.warps * tile.rows
+        state = pool.alloc((rows * columns,), "float32", align=16)
+        peaks, totals = (pool.alloc((tile.state_rows,), "float32", align=16) for _ in range(2))
+        tasks = pool.alloc((tile.warps * TASKS * TASK_WORDS,), "int32", align=16)
+        verdict = pool.alloc((1,), "int32", align=4)
+        pool.commit()
+        own_tasks = _part(tasks, TASKS * TASK_WORDS, warp)
+        origins = tuple(shared_address(buffer) for buffer in (state, peaks, totals))
+        fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
+        return StreamTiles(*fields, origins, columns)
+
+    def state_index(self, warp: Expr, place: Expr, column: Expr) -> Expr:
+        """Index of an element of a warp's row in `state`."""
+        return (warp * ROWS + place) * self.state_pitch + column
+
+    def state_address(self, warp: Expr, place: Expr, column: Expr) -> Expr:
+        """Address of an element of a warp's row in shared memory."""
+        return _address(self.origins[0], self.state_index(warp, place, column))
+
+    def peak_address(self, warp: Expr, place: Expr) -> Expr:
+        """Address of the peak of a warp's row; after the last warp's come the CTA's."""
+        return _address(self.origins[1], warp * ROWS + place)
+
+    def total_address(self, warp: Expr, place: Expr) -> Expr:
+        """Address of the total of a warp's row; after the last warp's come the CTA's."""
+        return _address(self.origins[2], warp * ROWS + place)
+
+
+def _address(origin: Expr, index: Expr) -> Expr:
+    return origin + tirx.Cast("uint32", index * WORD_BYTES)
+
+
+def _part(buffer: Any, size: int, warp: Expr) -> Any:
+    """View a warp's part of a buffer."""
+    first = T.Bind(T.address_of(buffer[warp * size]))
+    return T.decl_buffer((size,), str(buffer.dtype), data=first, scope="shared.dyn")
+
+
+@dataclass(frozen=True)
+class StreamingCta(Cta):
+    """A CTA whose warps have the same query rows, in registers, and keys of their own.
+
+    The tokens of an item are dealt to the warps in turns, a block at a time.
+    """
+
+    tile: DecodeTile
+    shared: Any
+    queries: Any
+    page_size: Expr
+    page_reciprocal: Expr
+    cluster: Expr
+    rank: Expr
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether keys and values are float8, which become float16 in registers."""
+        return self.spec.kv_dtype in FP8_DTYPES
+
+    @property
+    def holds_queries(self) -> bool:
+        """Whether the queries of all steps stay in registers, or are loaded with every block."""
+        return self.tile.holds
+
+    @property
+    def dtype(self) -> str:
+        """Of the operands."""
+        return "float16" if self.is_widened else str(self.spec.q_dtype)
+
+    @property
+    def first_place(self) -> Expr:
+        """Place in the tile of the warp's first row: all warps have all rows."""
+        return tirx.const(0, "int32")
+
+    @property
+    def own(self) -> StreamingCta:
+        """The warp as if it were alone: for what every warp does for itself."""
+        return replace(self, thread=self.lane.index)
+
+    @property
+    def alone(self) -> StreamingCta:
+        """The CTA as if it shared its items with none, for what it does without its peers."""
+        return replace(self, cluster=1, rank=0)
+
+    @property
+    def turn(self) -> Expr:
+        """Tokens from one block of a warp to its next."""
+        return self.cluster * (self.tile.warps * self.tile.block)
+
+    def first_key(self, task: Any) -> Expr:
+        """First key of a task that is this warp's."""
+        return task.first_key + (self.rank * self.tile.warps + self.warp) * self.tile.block
+
+    def stage(self, s: Expr) -> Expr:
+        """Where in the rings the block at position `s` of the warp's stream is."""
+        return self.warp * self.tile.stages + s % self.tile.stages
+
+    def pair(self, p: Expr, half: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return two accumulators of a row that are neighbours in it, and the first one's column.
+
+        Of widened values, the even elements of 16 are one tile and the odd ones another.
+        """
+        if not self.is_widened:
+            return self.out(0, p, half), self.out(0, p, half, 1), p * COLUMNS + self.lane.column(0)
+        group, e = p // 2, p % 2
+        column = group * ROWS + 2 * (self.lane.column(0) + e)
+        return self.out(0, 2 * group, half, e), self.out(0, 2 * group + 1, half, e), column

@@ -1,0 +1,201 @@
+"""Tiles of the decode kernel: how many warps stream keys, and how far each of them runs ahead.
+
+Decoding lives on memory bandwidth: every warp has copies of its own under way, enough of them to
+keep a multiprocessor's share of the memory busy. Eight warps of two stages each are that, as one
+CTA or as two; what a card has no room for is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from tvm_attn.errors import SpecError
+from tvm_attn.schedules.primitives.shapes import (
+    COLUMNS,
+    DEPTH,
+    ROWS,
+    TASK_WORDS,
+    TASKS,
+    WARP,
+    WORD_BYTES,
+    pitch,
+)
+from tvm_attn.schedules.tiles_cuda import (
+    Candidate,
+    CudaTile,
+    arch_of,
+    with_residents,
+)
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget
+from tvm_attn.tir.signature import itemsize
+
+CLUSTERS = (8, 4, 2)
+"""CTAs that may share each item of a plan with few units, most first."""
+HAVE_CLUSTERS = {"wgmma", "tcgen05"}
+"""Features of cards whose clusters have as many CTAs."""
+GRANULE = 64
+"""Keys of a granule: a piece of a cut unit has at least four."""
+STAGES = 2
+ENOUGH_WARPS = 8
+"""Warps of a multiprocessor; more of them brought nothing."""
+WARPS = (4, 8, 2)
+"""Of a CTA, the best first."""
+PASSES = range(1, 6)
+STAGE_BYTES = 8192
+"""Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
+LEFT = 4
+"""Registers of the queries of a step."""
+MOST_HELD = 144
+"""Registers of outputs and queries that may leave enough of them."""
+OTHER_REGISTERS = 56
+"""Registers of a thread besides outputs, queries and scores."""
+
+
+class DecodeRank(NamedTuple):
+    """What makes a tile better than another, the most important first."""
+
+    warps: int
+    block: int
+    size: int
+    passes: int
+
+
+@dataclass(frozen=True)
+class DecodeTile(CudaTile):
+    """A tile of the decode kernel: 16 fused rows, and warps that each have keys of their own.
+
+    Parameters
+    ----------
+    family, rows, warps, residents, overhead
+        As of `CudaTile`.
+    block : int
+        Keys of a stage of a warp.
+    stages : int
+        Of each warp.
+    passes : int
+        Times that the warps' states are brought together in shared memory: a part of the value
+        dim each.
+    overlaps : bool
+        Whether CTAs begin while the kernel before ends.
+    clusters : tuple of int
+        How many CTAs can share each item, besides one alone.
+    holds : bool
+        Whether the queries of all steps stay in registers.
+    """
+
+    passes: int = 1
+    overlaps: bool = False
+    clusters: tuple[int, ...] = ()
+    holds: bool = True
+
+    @property
+    def schedule(self) -> str:
+        """Return the schedule that makes its kernel."""
+        return "decode"
+
+    @property
+    def granule(self) -> int:
+        """Keys that plans count, and cut between."""
+        return GRANULE
+
+    def __post_init__(self) -> None:
+        """Validate."""
+        sizes = (self.warps, self.residents, self.passes)
+        if self.family != "decode" or min(sizes) < 1 or self.stages != STAGES:
+            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, the family decode")
+        if self.rows != ROWS or self.block not in (ROWS, 2 * ROWS):
+            raise SpecError(f"{self}: rows are {ROWS}, keys of a block as many or twice as many")
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows that a warp has: the item's."""
+        return 1
+
+    @property
+    def state_rows(self) -> int:
+        """Rows whose peaks and totals are shared: each warp's, and in a cluster the CTA's."""
+        return self.rows * (self.warps + bool(self.clusters))
+
+    def part(self, dim: int) -> int:
+        """Elements of a row of values that are brought together in a pass."""
+        return dim // self.passes
+
+    def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
+        """Return the shared memory that a CTA asks for."""
+        q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
+        queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
+        rows = pitch(spec.head_dim_qk, kv_dtype) + pitch(spec.dim_vo, kv_dtype)
+        ring = self.stages * self.block * rows * itemsize(kv_dtype)
+        state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
+        closed = 2 * self.state_rows * WORD_BYTES
+        tasks = TASKS * TASK_WORDS * WORD_BYTES
+        return queries + self.warps * (ring + state + tasks) + closed + WORD_BYTES
+
+    def held_steps(self, spec: AttentionSpec) -> int:
+        """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
+        return spec.head_dim_qk // DEPTH if self.holds else 1
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """Estimate the registers of a thread."""
+        return (spec.dim_vo + self.block) // 2 + LEFT * self.held_steps(spec) + OTHER_REGISTERS
+
+    def rank(self) -> DecodeRank:
+        """Return how good it is."""
+        size = -WARPS.index(self.warps) if self.warps in WARPS else -len(WARPS)
+        return DecodeRank(self.residents * self.warps, self.block, size, -self.passes)
+
+
+def state_pitch(columns: int) -> int:
+    """Elements from one row of a warp's state in shared memory to the next.
+
+    Four neighbouring rows then begin in different groups of eight banks.
+    """
+    return columns + COLUMNS + (-columns) % WARP
+
+
+def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
+    """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
+    arch = arch_of(target)
+    found = []
+    clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
+    for tile in _tiles(spec):
+        tile = replace(
+            tile, overlaps="tma" in arch.features, clusters=clusters, holds=_can_hold(spec)
+        )
+        one = with_residents(tile, spec, arch, (False, False))
+        residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
+        found.append(replace(one, tile=replace(one.tile, residents=residents)))
+    return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
+
+
+def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
+    """Yield the tiles that may be considered."""
+    row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
+    blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
+    for block, warps, passes in product(blocks, WARPS, PASSES):
+        if spec.dim_vo // passes % ROWS == 0:
+            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes=passes)
+
+
+def _can_hold(spec: AttentionSpec) -> bool:
+    return spec.dim_vo // 2 + LEFT * spec.head_dim_qk // DEPTH <= MOST_HELD
+
+
+def tiles_to_try(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
+    """Return the best tile, and the same with fewer queries in registers, should they spill."""
+    tile = candidates(spec, target)[0].tile
+    assert isinstance(tile, DecodeTile)
+    return [tile, replace(tile, holds=False)] if tile.holds else [tile]
+
+
+def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:
+    """Say why there is no decode kernel; empty if there is one."""
+    if spec.group_size > ROWS:
+        return f"a token has {spec.group_size} rows, more than {ROWS}"
+    if any(makes):
+        return "keys or values are transformed"
+    return ""

@@ -1,0 +1,117 @@
+"""Decoding on a GPU: every group size, page size and stored dtype, short and long, cut and whole.
+
+Lengths are chosen for what the decode kernel does with them: fewer tokens than warps, a block and a
+token more, items that end while the next one's first block is copied, one giant among many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.batches import Batch
+from tests.cases import spec_of, variant
+from tests.machine import Machine
+from tests.test_semantics import assert_same_bits
+from tvm_attn._pairwise import Row
+from tvm_attn.runtime.plan import Plan
+from tvm_attn.spec import AttentionSpec
+
+GROUPS = (*range(1, 17), 32, 64)
+PAGES = (1, 5, 16, 64, 128, None)
+DTYPES = (
+    *(("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float8_e4m3fn")),
+    *(("float16", "float8_e5m2"), ("bfloat16", "float8_e5m2")),
+)
+DIMS = ((128, 128), (64, 64), (256, 256), (192, 128), (80, 112))
+ROWS: list[Row] = [
+    {
+        "variant": ("causal", "full", "window_sink", "alibi", "soft_cap")[i % 5],
+        "dtypes": DTYPES[i % len(DTYPES)],
+        "layout": ("NHD", "HND")[i % 2],
+        "page_size": PAGES[i % len(PAGES)],
+        "group": group,
+        "dims": DIMS[i // 2 % len(DIMS)],
+    }
+    for i, group in enumerate(GROUPS)
+]
+PLAIN: Row = {
+    **{"variant": "causal", "dtypes": ("bfloat16", "bfloat16"), "layout": "NHD"},
+    **{"page_size": 16, "group": 4, "dims": (128, 128)},
+}
+KERNELS = [
+    (spec, variant(row["variant"], spec)) for row in (*ROWS, PLAIN) for spec in [spec_of(row)]
+]
+
+EVEN = {n: [length] * n for n, length in ((1, 4000), (150, 40), (300, 300))}
+LENS: dict[str, list[int]] = {
+    "edges": [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 0, 255, 257, 1000, 1025],
+    "giant": [20000, *range(60)],
+    "growing": [7 * n % 900 for n in range(400)],
+    **{f"{n} alike": lens for n, lens in EVEN.items()},
+}
+
+
+def batch_of(machine: Machine, spec: AttentionSpec, kv_lens: list[int], qo_len: int = 1) -> Batch:
+    return machine.batch(spec, [qo_len] * len(kv_lens), kv_lens, seed=len(kv_lens))
+
+
+def plan_of(machine: Machine, batch: Batch, **given: Any) -> Plan:
+    return machine.kernel("causal", batch.spec).plan(batch.fmt, **given)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"g{row['group']}")
+def test_every_group_size(machine: Machine, row: Row) -> None:
+    spec = spec_of(row)
+    for kind in ("edges", "giant"):
+        batch = batch_of(machine, spec, LENS[kind])
+        for split in (None, 96):
+            once = machine.check(row["variant"], batch, plan={"fixed_split_size": split})
+            again = machine.check(row["variant"], batch, plan={"fixed_split_size": split})
+            assert_same_bits(once, again)
+
+
+@pytest.mark.parametrize("kind", LENS)
+def test_every_kind_of_batch(machine: Machine, kind: str) -> None:
+    spec = spec_of(PLAIN)
+    batch = batch_of(machine, spec, LENS[kind])
+    plan = plan_of(machine, batch)
+    assert [work.family.name for work in plan.work] == ["decode"]
+    assert_same_bits(machine.check("causal", batch), machine.check("causal", batch))
+
+
+@pytest.mark.parametrize("qo_len", [1, 2, 3, 4, 5, 16])
+def test_drafts_of_several_tokens(machine: Machine, qo_len: int) -> None:
+    """Up to 16 rows they are decoded, of more they are not."""
+    spec = spec_of(PLAIN)
+    batch = batch_of(machine, spec, [n + qo_len for n in LENS["edges"]], qo_len)
+    [work] = plan_of(machine, batch).work
+    assert work.family.name == ("decode" if qo_len * 4 <= 16 else "short")
+    machine.check("causal", batch)
+
+
+def test_requests_of_every_family_in_one_batch(machine: Machine) -> None:
+    spec = spec_of(PLAIN)
+    batch = machine.batch(spec, [1, 70, 1, 9, 0, 1, 16], [900, 70, 0, 300, 5, 17, 400])
+    names = [work.family.name for work in plan_of(machine, batch).work]
+    assert names == ["decode", "short", "long"]
+    machine.check("causal", batch)
+
+
+@pytest.mark.parametrize("split", [64, 160])
+def test_bits_do_not_depend_on_the_batch(machine: Machine, split: int) -> None:
+    spec = spec_of(PLAIN)
+    batch = batch_of(machine, spec, LENS["growing"])
+    out, _ = machine.check("causal", batch, plan={"fixed_split_size": split})
+    module = machine.kernel("causal", spec)
+    fmt = batch.fmt
+    assert fmt.kv_indices is not None and fmt.kv_last_page_len is not None
+    for request in (0, 1, 77, 128, 399):
+        begin, end = fmt.kv_indptr[request : request + 2].tolist()
+        last = fmt.kv_last_page_len[request : request + 1]
+        table = ([0, 1], [0, end - begin], fmt.kv_indices[begin:end], last)
+        alone = module.plan(*table, fixed_split_size=split)
+        got = module.run(alone, batch.q[request : request + 1], batch.kv)
+        assert torch.equal(got[0], out[request]), request

@@ -1,0 +1,85 @@
+"""The decode kernel as it is written: the phases of the definition, by name, and no waiting."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+
+from tests.generating import generate_kernel
+from tvm_attn.schedules import decode
+from tvm_attn.schedules.families import tiles_to_try
+from tvm_attn.schedules.primitives import ahead, join
+from tvm_attn.shipped import VARIANTS
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import parse_target
+from tvm_attn.tir.attention import PHASES
+
+NAMES = {"merge": "merge_unit"}
+"""Phases that have another name here."""
+GATHERS = ["gather_k", "gather_v"]
+"""Phases of blocks to come, which are run ahead of the others."""
+HOPPER = parse_target("sm_90")
+
+
+def calls(function: ast.AST) -> list[str]:
+    """Return the names that are called in a piece of code, in the order they are written in."""
+    found = [
+        child
+        for child in ast.walk(function)
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Name)
+    ]
+    found.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [call.func.id for call in found if isinstance(call.func, ast.Name)]
+
+
+def function(module: object, name: str) -> ast.FunctionDef:
+    tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
+    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+    return found
+
+
+def phases_of(code: ast.AST) -> list[str]:
+    wanted = [NAMES.get(phase, phase) for phase in PHASES]
+    return [name for name in calls(code) if name in wanted]
+
+
+def test_blocks_go_through_the_phases_in_the_order_of_the_definition() -> None:
+    [loop] = [node for node in function(decode, "attend").body if isinstance(node, ast.While)]
+    assert phases_of(loop) == ["qk", "logits", "mask", "softmax", "pv"]
+    assert phases_of(function(ahead, "run_ahead")) == GATHERS
+
+
+def test_every_phase_is_there() -> None:
+    written = {
+        *phases_of(function(decode, "attention")),
+        *phases_of(function(decode, "attend")),
+        *phases_of(function(decode, "prepare")),
+        *phases_of(function(decode, "begin")),
+        *phases_of(function(ahead, "run_ahead")),
+    }
+    assert written == {NAMES.get(phase, phase) for phase in PHASES}
+
+
+def test_warps_wait_for_one_another_only_between_items() -> None:
+    for module, name in ((decode, "attend"), (decode, "prepare"), (ahead, "run_ahead")):
+        assert "cta_sync" not in ast.unparse(function(module, name))
+    assert "cta_sync" in ast.unparse(function(join, "store_state"))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_widened_in_registers(kv_dtype: str) -> None:
+    problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16", kv_dtype=kv_dtype)
+    tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
+    kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
+    assert f"widen_{kv_dtype.split('_')[1].removesuffix('fn')}(" in kernel.body
+    assert ".f32.f16.f16.f32" in kernel.source and "f32.bf16.bf16" not in kernel.source
+
+
+def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:
+    for page_size in (16, None):
+        problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16", page_size=page_size)
+        tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
+        kernel = generate_kernel(problem, VARIANTS["full"](problem), tile, HOPPER)
+        assert ("kv_indices_ptr[" in kernel.body) == (page_size is not None)

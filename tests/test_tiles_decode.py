@@ -1,0 +1,121 @@
+"""Tiles of the decode kernel: within the limits of every card, there where they can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.generating import generate_kernel
+from tvm_attn import pipeline
+from tvm_attn.errors import SpecError
+from tvm_attn.schedules.families import families, refuses_decode, tiles_to_try
+from tvm_attn.schedules.tiles_cuda import FAMILIES
+from tvm_attn.schedules.tiles_decode import ENOUGH_WARPS, DecodeTile, candidates
+from tvm_attn.shipped import VARIANTS
+from tvm_attn.spec import FP8_DTYPES, AttentionSpec
+from tvm_attn.target import ARCHS, BuildTarget, parse_target
+
+DIMS = (*((dim, dim) for dim in range(16, 257, 16)), (192, 128))
+STORED = (None, *FP8_DTYPES)
+HOPPER = parse_target("sm_90")
+PLAIN = (False, False)
+
+
+def spec(dims: tuple[int, int] = (128, 128), kv_dtype: str | None = None, group: int = 4) -> Any:
+    return AttentionSpec(2 * group, 2, *dims, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", STORED)
+def test_every_card_has_a_tile_within_its_limits(arch: str, kv_dtype: str | None) -> None:
+    target = parse_target(arch)
+    card = target.arch
+    assert card is not None
+    for dims in DIMS:
+        problem = spec(dims, kv_dtype)
+        tile, *_ = tiles_to_try(problem, target, "decode", PLAIN)
+        shared = tile.shared_bytes(problem)
+        assert shared <= card.shared_memory_per_block
+        assert tile.residents * (shared + 1024) <= card.shared_memory_per_sm
+        assert tile.residents * tile.threads * tile.registers(problem) <= card.registers_per_block
+        assert tile.residents * tile.warps <= ENOUGH_WARPS
+
+
+def test_two_ctas_of_four_warps_are_what_hopper_has_room_for() -> None:
+    tile, *_ = tiles_to_try(spec(), HOPPER, "decode", PLAIN)
+    assert (tile.warps, tile.residents, tile.block, tile.passes) == (4, 2, 16, 1)
+    quantised, *_ = tiles_to_try(spec(kv_dtype="float8_e4m3fn"), HOPPER, "decode", PLAIN)
+    assert (quantised.block, quantised.warps, quantised.residents) == (32, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dims", "kv_dtype"),
+    [
+        ("causal", (128, 128), None),
+        ("window_soft_cap", (80, 112), "float8_e5m2"),
+        ("custom_mask", (256, 256), "float8_e4m3fn"),
+    ],
+)
+def test_a_kernel_asks_for_as_much_shared_memory_as_its_tile_says(
+    variant: str, dims: tuple[int, int], kv_dtype: str | None
+) -> None:
+    problem = spec(dims, kv_dtype)
+    tile, *_ = tiles_to_try(problem, HOPPER, "decode", PLAIN)
+    kernel = generate_kernel(problem, VARIANTS[variant](problem), tile, HOPPER)
+    assert kernel.shared_bytes == tile.shared_bytes(problem)
+    assert kernel.threads == tile.threads
+
+
+@pytest.mark.parametrize("makes", [*product((False, True), repeat=2)])
+def test_there_is_no_decode_family_for_transformed_keys_or_values(
+    makes: tuple[bool, bool],
+) -> None:
+    expected = FAMILIES if any(makes) else ("decode", *FAMILIES)
+    assert families(spec(), HOPPER, makes) == expected
+    assert refuses_decode(spec(), HOPPER, makes) == (
+        "keys or values are transformed" if any(makes) else ""
+    )
+
+
+@pytest.mark.parametrize("group", [1, 3, 16, 17, 32])
+def test_there_is_no_decode_family_for_many_rows_a_token(group: int) -> None:
+    problem = spec(group=group)
+    assert ("decode" in families(problem, HOPPER, PLAIN)) == (group <= 16)
+    tables = pipeline.tile_tables(problem, None, "sm_90")
+    says_why = [table.title for table in tables if table.title.startswith("no decode family")]
+    assert says_why == (
+        [] if group <= 16 else [f"no decode family: a token has {group} rows, more than 16"]
+    )
+
+
+def test_fewer_queries_are_held_if_registers_spill() -> None:
+    first, second = tiles_to_try(spec(), HOPPER, "decode", PLAIN)
+    assert first.registers(spec()) > second.registers(spec())
+    [only] = tiles_to_try(spec((256, 256)), HOPPER, "decode", PLAIN)
+    assert isinstance(only, DecodeTile) and not only.holds
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_clusters_are_there_where_they_can_have_eight_ctas(arch: str) -> None:
+    tile, *_ = tiles_to_try(spec(), parse_target(arch), "decode", PLAIN)
+    assert tile.clusters == ((8, 4, 2) if arch in ("sm_90", "sm_100") else ())
+
+
+def test_a_card_without_room_has_no_decode_family() -> None:
+    small = replace(ARCHS["sm_80"], shared_memory_per_block=16384, shared_memory_per_sm=17408)
+    target = BuildTarget("cuda", small)
+    assert refuses_decode(spec((256, 256)), target, PLAIN) == "no tile fits"
+    assert all(one.excess for one in candidates(spec((256, 256)), target))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"family": "short"}, {"rows": 32}, {"block": 64}, {"stages": 1}, {"warps": 0}, {"passes": 0}],
+)
+def test_a_tile_that_cannot_be_is_an_error(change: dict[str, Any]) -> None:
+    tile = DecodeTile("decode", 16, 16, 4, 2, 2)
+    with pytest.raises(SpecError, match=f"{next(iter(change))}={next(iter(change.values()))!r}"):
+        replace(tile, **change)
