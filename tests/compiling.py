@@ -10,12 +10,14 @@ from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.compilers import CudaCompiler, find_nvcc, find_nvrtc
 from tvm_attn.codegen.resources import Resources
 from tvm_attn.errors import CompileError
-from tvm_attn.schedules.families import attention, families, tiles_to_try
+from tvm_attn.schedules.families import attention, query_tiles
 from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.schedules.tiles_sm90 import HopperTile
 from tvm_attn.shipped import Configuration
 from tvm_attn.target import parse_target
 from tvm_attn.tir.hooks import Hooks
 
+Tile = CudaTile | HopperTile
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
 
 
@@ -24,16 +26,14 @@ class Kernel:
     """A query tile of a configuration: the best one, and those for when its registers spill."""
 
     configuration: Configuration
-    tiles: Sequence[CudaTile]
+    tiles: Sequence[Tile]
 
     def compile(self, compilers: Iterable[CudaCompiler]) -> list[Outcome]:
         """Compile it with each compiler, as `build` does: the first tile that does not spill."""
-        generated: dict[CudaTile, cuda.Generated] = {}
+        generated: dict[Tile, cuda.Generated] = {}
         return [self._compile(compiler, generated) for compiler in compilers]
 
-    def _compile(
-        self, compiler: CudaCompiler, generated: dict[CudaTile, cuda.Generated]
-    ) -> Outcome:
+    def _compile(self, compiler: CudaCompiler, generated: dict[Tile, cuda.Generated]) -> Outcome:
         arch = parse_target(self.configuration.target).arch
         assert arch is not None
         outcome = Outcome(self, self.tiles[0], compiler.kind)
@@ -51,7 +51,7 @@ class Kernel:
                 break
         return outcome
 
-    def _generate(self, tile: CudaTile) -> cuda.Generated:
+    def _generate(self, tile: Tile) -> cuda.Generated:
         try:
             hooks = Hooks(self.configuration.make_variant())
             function = attention(self.configuration.spec, hooks, tile, "attention")
@@ -70,7 +70,7 @@ class Outcome:
     """What came of compiling a kernel: what it uses, or an error."""
 
     kernel: Kernel
-    tile: CudaTile
+    tile: Tile
     compiler: str
     used: Resources | None = None
     error: str = ""
@@ -83,29 +83,35 @@ class Outcome:
         return 0 if self.used is None else self.used.residents(arch)
 
     @property
+    def is_known_to_spill(self) -> bool:
+        """Whether it is a kernel of wide heads on Hopper: an open fault (docs/dev/status.md)."""
+        return isinstance(self.tile, HopperTile) and not self.tile.holds_queries
+
+    @property
     def complaint(self) -> str:
         """What is wrong: an error, spills, a stack, or fewer CTAs than the tile is for."""
         wanted = self.tile.residents
         if self.used is None:
             wrong = self.error
         elif self.used.spills:
-            wrong = self.used.spills
+            wrong = "" if self.is_known_to_spill else self.used.spills
+        elif self.is_known_to_spill:
+            wrong = "it does not spill any more: forget that it did"
         elif self.residents < wanted:
             wrong = f"{self.residents} CTAs fit, not {wanted}: {self.used}"
         else:
-            return ""
-        return f"{self.kernel} by {self.compiler}: {wrong}"
+            wrong = ""
+        return wrong and f"{self.kernel} by {self.compiler}: {wrong}"
 
 
 def kernels(configuration: Configuration) -> list[Kernel]:
-    """Return a kernel for each query tile of a configuration."""
-    variant = configuration.make_variant()
-    makes = (variant.key_transform is not None, variant.value_transform is not None)
-    target = parse_target(configuration.target)
-    return [
-        Kernel(configuration, tiles_to_try(configuration.spec, target, family, makes))
-        for family in families(configuration.spec, target, makes)
-    ]
+    """Return a kernel for each query tile of a configuration, of every schedule that serves it."""
+    variant, target = configuration.make_variant(), parse_target(configuration.target)
+    chosen, portable = (
+        query_tiles(configuration.spec, variant, target, schedule) for schedule in (None, "sm80")
+    )
+    others = [tiles for tiles in portable if tiles not in chosen]
+    return [Kernel(configuration, tiles) for tiles in (*chosen, *others)]
 
 
 def compile_kernels(wanted: Sequence[Kernel], compilers: Sequence[CudaCompiler]) -> list[Outcome]:

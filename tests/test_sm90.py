@@ -1,0 +1,54 @@
+"""Machine code of the Hopper backend: nothing spills, multiplications and exponentials overlap."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tvm_attn import variants
+from tvm_attn.codegen import cuda
+from tvm_attn.codegen.children import Child
+from tvm_attn.codegen.compilers import Compiled, find_nvcc, require_compiler
+from tvm_attn.runtime.disassembly import disassemble
+from tvm_attn.schedules.tiles_sm90 import tiles_to_try
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import parse_target
+from tvm_attn.variant import AttentionVariant
+
+TARGET = parse_target("cuda -arch=sm_90")
+WAIT_FOR_QK, WAIT_FOR_PV = (rf"WARPGROUP\.DEPBAR\.LE gsb0, 0x{n}" for n in (1, 0))
+EXPONENTIALS = 64
+"""Of a lane, for a block of 128 keys."""
+
+
+def compiled(spec: AttentionSpec, variant: AttentionVariant) -> Compiled:
+    """Compile a Hopper kernel, in a process of its own."""
+
+    def work(_: object) -> Compiled:
+        from tvm_attn.schedules import sm90
+        from tvm_attn.tir.hooks import Hooks
+
+        function = sm90.attention(spec, Hooks(variant), tiles_to_try(spec)[0])
+        generated = cuda.generate({"attention": function}, TARGET, "tirx")
+        assert TARGET.arch is not None
+        return cuda.compile_source(
+            require_compiler(), "attention", generated.device.source, TARGET.arch
+        )
+
+    with Child("a kernel", work) as child:
+        result: Compiled = child.result()
+        return result
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_the_pipeline_is_what_it_is_written_to_be(page_size: int | None) -> None:
+    spec = AttentionSpec(32, 8, 128, q_dtype="bfloat16", page_size=page_size)
+    made = compiled(spec, variants.causal())
+    assert "0 bytes stack frame, 0 bytes spill stores" in made.report
+    assert "C75" not in made.report, "multiplications are serialised"
+    code = disassemble(made.cubin)
+    between = re.findall(f"{WAIT_FOR_QK}(.*?){WAIT_FOR_PV}", code, re.DOTALL)
+    most = max(part.count("MUFU.EX2") for part in between)
+    assert most >= EXPONENTIALS // 2, "exponentials do not overlap weights times values"

@@ -1,0 +1,90 @@
+"""The tile of Hopper kernels: for what there is one, what it is made of, and what it asks for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.generating import generate_kernel
+from tvm_attn import pipeline, variants
+from tvm_attn.errors import TargetError
+from tvm_attn.schedules.families import query_tiles
+from tvm_attn.schedules.tiles_sm90 import HopperTile, padded, refuses, tiles_to_try
+from tvm_attn.shipped import VARIANTS
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import parse_target
+from tvm_attn.variant import AttentionVariant
+
+HOPPER = parse_target("cuda -arch=sm_90")
+SPEC = AttentionSpec(8, 2, 128, q_dtype="bfloat16", page_size=16)
+
+
+def spec(**fields: object) -> AttentionSpec:
+    return AttentionSpec(
+        **{"num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 128, "q_dtype": "float16", **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("page_size", "box"), [(None, 128), (8, 8), (24, 8), (48, 16), (128, 128), (256, 128)]
+)
+def test_boxes_are_parts_of_pages_and_of_blocks(page_size: int | None, box: int) -> None:
+    tile = tiles_to_try(spec(page_size=page_size))[0]
+    assert (tile.box, tile.boxes * tile.box) == (box, tile.block)
+    assert tile.begins_early == (page_size is not None)
+
+
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (64, 64), (96, 128), (128, 128), (192, 128), (256, 256)]
+)
+def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
+    wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
+    assert HOPPER.arch is not None
+    for tile in tiles_to_try(wanted):
+        assert tile.shared_bytes(wanted) <= HOPPER.arch.shared_memory_per_block
+        assert tile.copying + 2 * tile.multiplying <= 504
+
+
+def test_dims_are_padded_to_128_bytes() -> None:
+    assert [padded(dim) for dim in (16, 64, 80, 128)] == [64, 64, 128, 128]
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "reason"),
+    [
+        ("causal", {"kv_dtype": "float8_e4m3fn"}, "K and V are float8_e4m3fn"),
+        ("causal", {"page_size": 5}, "pages of 5"),
+        ("sigmoid", {}, "no softmax"),
+        ("rotary", {}, "transformed"),
+    ],
+)
+def test_what_it_does_not_serve_is_said(
+    variant: str, fields: dict[str, object], reason: str
+) -> None:
+    wanted = spec(**fields)
+    made = VARIANTS[variant](wanted)
+    assert reason in refuses(wanted, made, HOPPER)
+    assert not any(isinstance(t, HopperTile) for t in query_tiles(wanted, made, HOPPER, None)[-1])
+    with pytest.raises(TargetError, match=re.escape(reason)):
+        pipeline.build(wanted, made, HOPPER, schedule="sm90")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_other_cards_have_none(arch: str) -> None:
+    target = parse_target(f"cuda -arch={arch}")
+    assert "has no wgmma" in refuses(SPEC, AttentionVariant(), target)
+
+
+def test_the_library_chooses_and_a_schedule_overrides() -> None:
+    chosen = query_tiles(SPEC, AttentionVariant(), HOPPER, None)[-1]
+    assert all(isinstance(tile, HopperTile) for tile in chosen)
+    portable = query_tiles(SPEC, AttentionVariant(), HOPPER, "sm80")[-1]
+    assert not any(isinstance(tile, HopperTile) for tile in portable)
+
+
+def test_a_kernel_asks_for_as_much_as_its_tile_says() -> None:
+    tile = tiles_to_try(SPEC)[0]
+    kernel = generate_kernel(SPEC, variants.causal(), tile, HOPPER)
+    assert kernel.threads == tile.threads
+    assert 0 <= tile.shared_bytes(SPEC) - kernel.shared_bytes < 256
