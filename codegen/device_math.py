@@ -15,11 +15,10 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvm_attn.tir.tanh import NEAR_ZERO, tanh_near_zero
+
 Expr = Any
 
-TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)
-"""tanh(x) = x + x**3 * (...) of x**2 near 0."""
-NEAR_ZERO = 0.3
 LOG2E = math.log2(math.e)
 TWO_PI_PARTS = (6.28125, 0.0019340515136718750, 1.2556659146986471e-06)
 """Two pi, as a sum whose first parts have so few bits that times a turn they are exact."""
@@ -32,12 +31,8 @@ def precise_math(mod: tvm.IRModule) -> tvm.IRModule:
 
 def tanh(x: Expr) -> Expr:
     """Return the expression of ``tanh(x)``: a series near 0, else from ``e**(2 x)``."""
-    square = x * x
-    series = _f32(TANH[-1])
-    for coefficient in TANH[-2::-1]:
-        series = series * square + _f32(coefficient)
     far = _f32(1.0) - _f32(2.0) / (tirx.exp2(x * _f32(2.0 * LOG2E)) + _f32(1.0))
-    return tirx.Select(tirx.abs(x) < _f32(NEAR_ZERO), x + x * square * series, far)
+    return tirx.Select(tirx.abs(x) < _f32(NEAR_ZERO), tanh_near_zero(x), far)
 
 
 def pow(x: Expr, y: Expr) -> Expr:

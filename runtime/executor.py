@@ -97,6 +97,7 @@ class Executor:
             if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
                 raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
         if self._needs_rows:
+            k, v = (_not_empty(cache) for cache in (k, v))
             check_rows({"q": q, "k": k, "v": v, "out": out})
         for kernel, arguments in self._launches(
             placement, (q, k, v), (*factors, *values), (out, lse)
@@ -201,6 +202,11 @@ class Executor:
             self._sm_scale if sm_scale is None else self._factor("sm_scale", sm_scale, placement),
             1.0 if q_scale is None else self._factor("q_scale", q_scale, placement),
         )
+
+
+def _not_empty(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache that has an address, if only of one page: a GPU must be able to copy it."""
+    return cache if len(cache) else cache.new_zeros(1, *cache.shape[1:])
 
 
 def check_tensor(

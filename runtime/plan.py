@@ -31,6 +31,8 @@ class Family:
         Fixed cost of an item, in blocks.
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
+    cached_tokens : int
+        KV tokens of one head that a cache holds for all CTAs; 0 if they share none.
     cluster : int
         CTAs that share each item, if the kernel is told that, else 0.
     """
@@ -40,6 +42,7 @@ class Family:
     block: int
     overhead: int
     residents: int = 1
+    cached_tokens: int = 0
     cluster: int = 0
 
     @property

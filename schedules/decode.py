@@ -31,7 +31,7 @@ from tvm_attn.schedules.primitives.parts import merge_unit
 from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers, held
-from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
+from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
 from tvm_attn.schedules.primitives.stream_gemm import pv, qk
@@ -47,7 +47,6 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
-from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 6
@@ -110,14 +109,14 @@ def attend(cta, task, ahead, t, end, s):
     Blocks of all items are a stream, `s` is the position in it.
     """
     is_folded = T.meta_var(cta.hooks.variant.logits_transform is None)
-    factor: T.float32 = factor_of(cta, task) if is_folded else f32(1.0)
+    factor: T.float32 = factor_of(cta, task) if is_folded else score_factor(cta, task)
     hold_queries(cta, t)
     init_state(cta)
     kv0: T.int32 = cta.first_key(task)
     while kv0 < task.end_key:
         catch_up(cta, ahead, t, T.min(t + 1, end - 1), s)
         qk(cta, t, s)
-        logits(cta, task, kv0)
+        logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
         pv(cta, factor, s)
@@ -235,7 +234,10 @@ def attention(
                 if shares_item(cta):
                     wait_for_cluster()  # the peers have read what this CTA will write over
                 last = T.meta_var(shared.verdict)
-                arrive_together(size, task.slot, work.merge_indptr, arrivals, last, thread)
+                arrive_together(
+                    *(size, task.slot, work.merge_indptr, arrivals),
+                    *(last, thread, T.cuda.cta_sync),
+                )
                 if last[0] != NOBODY:
                     merge_unit(cta, given, last[0])
                 if shares_item(cta):

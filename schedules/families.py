@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_attn.schedules import decode, sm80, tiles_cuda, tiles_decode
+from tvm_attn.errors import TargetError
+from tvm_attn.schedules import decode, sm80, sm90, tiles_cuda, tiles_decode, tiles_sm90
 from tvm_attn.schedules.tiles_cuda import Candidate, CudaTile, Kind
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.hooks import Hooks
+from tvm_attn.variant import AttentionVariant
 
 Makes = tuple[bool, bool]
 """Whether keys, and values, are transformed."""
-SCHEDULES: dict[str, Any] = {"sm80": sm80, "decode": decode}
+SCHEDULES: dict[str, Any] = {"sm80": sm80, "sm90": sm90, "decode": decode}
 """Where kernels are generated, by the schedule of their tile."""
 
 
@@ -53,6 +55,33 @@ def tiles_to_try(
     return tiles_cuda.tiles_to_try(spec, target, family, makes)
 
 
-def attention(spec: AttentionSpec, hooks: Hooks, tile: CudaTile, name: str = "attention") -> Any:
+def makes_of(variant: AttentionVariant) -> Makes:
+    """Whether a variant transforms keys, and values."""
+    return variant.key_transform is not None, variant.value_transform is not None
+
+
+def query_tiles(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget, schedule: str | None
+) -> list[list[Any]]:
+    """Return the tiles to try of each family of a GPU's kernel, those of fewest rows first.
+
+    Raises
+    ------
+    TargetError
+        If `schedule` asks for a kernel that there is not; the message says why.
+    """
+    makes = makes_of(variant)
+    ranked: list[list[Any]] = [
+        list(tiles_to_try(spec, target, family, makes)) for family in families(spec, target, makes)
+    ]
+    reason = tiles_sm90.refuses(spec, variant, target)
+    if schedule == "sm90" and reason:
+        raise TargetError(f"schedule='sm90' cannot be used: {reason}")
+    if schedule != "sm80" and not reason:
+        ranked[-1] = tiles_sm90.tiles_to_try(spec)
+    return ranked
+
+
+def attention(spec: AttentionSpec, hooks: Hooks, tile: Any, name: str = "attention") -> Any:
     """Generate the kernel of a tile."""
     return SCHEDULES[tile.schedule].attention(spec, hooks, tile, name)

@@ -29,7 +29,7 @@ from tvm_attn.schedules.primitives.gather import (
 from tvm_attn.schedules.primitives.gemm import pv, qk
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.registers import Registers
-from tvm_attn.schedules.primitives.scores import init_state, logits, mask, softmax
+from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.shared import SharedTiles
 from tvm_attn.schedules.primitives.staging import commit_copies, copy_rows, wait_for_copies
@@ -49,7 +49,6 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
-from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 NUM_OUTPUTS = 5
@@ -108,7 +107,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
     cache = T.meta_var(access(cta, task, k))
     block = T.meta_var(cta.tile.block)
     pages = T.alloc_local((-(-2 * block // cta.tile.threads),), "int32")
-    factor: T.float32 = task.factor if cta.hooks.variant.logits_transform is None else f32(1.0)
+    factor: T.float32 = score_factor(cta, task)
     init_state(cta)
     kv0: T.int32 = task.first_key
     kv_end: T.int32 = T.max(task.end_key, kv0 + 1)
@@ -145,7 +144,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
         elif T.And(T.Not(is_last), t + 1 < end):
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
-        logits(cta, task, kv0)
+        logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
         pv(cta, factor, s)
@@ -267,7 +266,10 @@ def attention(
                 commit_copies()
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                arrive(task.slot, work.merge_indptr, arrivals, shared.verdict, thread)
+                arrive(
+                    *(task.slot, work.merge_indptr, arrivals),
+                    *(shared.verdict, thread, T.cuda.cta_sync),
+                )
                 if shared.verdict[0] != NOBODY:
                     merge_unit(cta, given, shared.verdict[0])
             t = t + 1

@@ -135,6 +135,16 @@ class CudaTile:
         """Tiles of 16 rows that a warp has."""
         return self.rows // (ROWS * self.warps)
 
+    @property
+    def tasks(self) -> int:
+        """Work items that shared memory holds."""
+        return TASKS
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether an item's first block may begin with keys before its first."""
+        return False
+
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)

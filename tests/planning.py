@@ -87,6 +87,8 @@ class Work:
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     heads: int = 1
+    heads_at_once: int = 0
+    tokens_at_once: int = 1000
     ctas: int = 8
     group: int = 1
     rows: tuple[int, int] = (1, 2**31 - 1)
@@ -194,7 +196,15 @@ def run(work: Work, **sized: int) -> WorkList:
         ints([work.q_position(b) for b in range(len(work.qo_lens))]),
         ints([work.kv_position(b) for b in range(len(work.qo_lens))]),
         *work.extra(),
-        *(len(work.qo_lens), work.heads, work.ctas, work.group, *work.rows, work.tile, work.block),
+        *(
+            len(work.qo_lens),
+            work.heads,
+            work.heads_at_once,
+            work.tokens_at_once,
+            work.ctas,
+            work.group,
+        ),
+        *(*work.rows, work.tile, work.block),
         *(work.overhead, work.split, sized.get("slots", sizes.max_slots(*bounds))),
         *(scratch, *outputs),
     )

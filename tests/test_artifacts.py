@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import torch
 
 import tvm_attn as ta
 from tests.batches import random_batch
+from tests.caches import Cache, built_in, copied
 from tests.cases import kernel
 from tvm_attn import env, pipeline, variants
 from tvm_attn.codegen import host
@@ -184,20 +184,6 @@ def test_damage_anywhere_is_seen(exported: Path) -> None:
 # The cache
 
 
-@dataclass
-class Cache:
-    """A cache that holds `SMALL`, what was dumped when it was built, and what is compiled since."""
-
-    folder: Path
-    dump: Path
-    compiled: list[str] = field(default_factory=list)
-
-    @property
-    def kernel(self) -> Path:
-        [path] = self.folder.glob("attention-*.tar")
-        return path
-
-
 @dataclass(frozen=True)
 class Built:
     """A folder with a cache and a dump, and the code that the compiler made for them."""
@@ -209,7 +195,6 @@ class Built:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Build `SMALL` once, in a cache of its own."""
-    pipeline.forget_loaded()
     built = Built(tmp_path_factory.mktemp("built"), {})
     compile_host = host.compile_host
 
@@ -218,12 +203,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         built.code.update(dict.fromkeys(functions, code))
         return code
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        env.override(env.CACHE_DIR, built.folder / "cache"),
-        env.override(env.DUMP, built.folder / "dump"),
-    ):
-        patch.setattr(host, "compile_host", compile_and_keep)
+    with built_in(built.folder, host, "compile_host", compile_and_keep):
         ta.build(SMALL, variants.causal())
     return built
 
@@ -231,18 +211,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture
 def cache(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
     """A copy of that cache, nothing of it loaded, and a compiler that makes the same code again."""
-    shutil.copytree(built.folder, tmp_path, dirs_exist_ok=True)
-    cache = Cache(tmp_path / "cache", tmp_path / "dump")
 
-    def compile_host(functions: Mapping[str, object], target: BuildTarget) -> host.HostCode:
-        cache.compiled += functions
+    def again(functions: Mapping[str, object], target: BuildTarget) -> host.HostCode:
         return built.code[next(iter(functions))]
 
-    monkeypatch.setattr(host, "compile_host", compile_host)
-    monkeypatch.setenv(env.CACHE_DIR.name, str(cache.folder))
-    pipeline.forget_loaded()
-    yield cache
-    pipeline.forget_loaded()
+    yield from copied(built.folder, tmp_path, monkeypatch, host, "compile_host", again)
 
 
 def test_what_is_cached_is_not_built_again(cache: Cache) -> None:

@@ -17,7 +17,7 @@ from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
 from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.tir.hooks import Hooks
 
-ROWS, BLOCK = 4, 64
+ROWS, BLOCK, WORDS = 4, 64, 2
 
 
 def words_of_a_lane() -> Any:
@@ -39,7 +39,7 @@ def words_of_a_lane() -> Any:
             rows = T.meta_var(
                 SimpleNamespace(token=lambda i: tokens[i], kv_len=at[1], request=at[0])
             )
-            bits = T.meta_var(BlockBits({"mask": out}))
+            bits = T.meta_var(BlockBits({"mask": out}, WORDS))
             load_bits(cta, rows, bits, at[2])
 
     return tvm.compile(tvm.IRModule({"lane_words": lane_words}), target="llvm")["lane_words"]

@@ -6,17 +6,17 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tvm_attn as ta
+from tests.caches import Cache, built_in, copied
 from tests.test_artifacts import rewritten
 from tvm_attn import cli, env, pipeline, variants
 from tvm_attn.codegen import compilers, kernels
@@ -41,20 +41,6 @@ def build(spec: AttentionSpec = SPEC, target: str = TARGET, **options: Any) -> t
     return ta.build(spec, variants.causal(), target, **options)
 
 
-@dataclass
-class Cache:
-    """A cache that holds `SPEC`, what was dumped when it was built, and what is compiled since."""
-
-    folder: Path
-    dump: Path
-    compiled: list[str] = field(default_factory=list)
-
-    @property
-    def kernel(self) -> Path:
-        [path] = self.folder.glob("attention-*.tar")
-        return path
-
-
 @dataclass(frozen=True)
 class Built:
     """A folder with a cache and a dump, the kernels in it, and the stages of the build."""
@@ -67,7 +53,6 @@ class Built:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Build `SPEC` once, in a cache of its own."""
-    pipeline.forget_loaded()
     built = Built(tmp_path_factory.mktemp("built"), [], [])
     cuda_kernels = kernels.cuda_kernels
 
@@ -75,12 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         built.made.append(cuda_kernels(*arguments))
         return built.made[0]
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        env.override(env.CACHE_DIR, built.folder / "cache"),
-        env.override(env.DUMP, built.folder / "dump"),
-    ):
-        patch.setattr(kernels, "cuda_kernels", make)
+    with built_in(built.folder, kernels, "cuda_kernels", make):
         build(progress=built.stages.append)
     return built
 
@@ -88,18 +68,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture
 def cache(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
     """A copy of that cache, nothing of it loaded, and a compiler that makes the same code again."""
-    shutil.copytree(built.folder, tmp_path, dirs_exist_ok=True)
-    cache = Cache(tmp_path / "cache", tmp_path / "dump")
-
-    def make(names: list[str], *_: object) -> Kernels:
-        cache.compiled += names
-        return built.made[0]
-
-    monkeypatch.setattr(kernels, "cuda_kernels", make)
-    monkeypatch.setenv(env.CACHE_DIR.name, str(cache.folder))
-    pipeline.forget_loaded()
-    yield cache
-    pipeline.forget_loaded()
+    again = built.made[0]
+    yield from copied(
+        built.folder, tmp_path, monkeypatch, kernels, "cuda_kernels", lambda *_: again
+    )
 
 
 # What a kernel is
@@ -184,7 +156,7 @@ def test_a_dump_has_every_phase_of_every_kernel(
 def test_schedules_belong_to_targets(cache: Cache) -> None:
     assert build(schedule="sm80").backend == "sm80"
     assert not cache.compiled, "the library's choice and the same by name are one kernel"
-    with pytest.raises(TargetError, match=r"schedule='cpu' is no backend .*'sm80', or None"):
+    with pytest.raises(TargetError, match=r"schedule='cpu' is no backend .*'sm90', or None"):
         build(schedule="cpu")
     with pytest.raises(TargetError, match=r"schedule='sm80' is no backend .*'cpu', or None"):
         build(target="llvm", schedule="sm80")

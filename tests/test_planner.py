@@ -42,6 +42,7 @@ def works(draw: st.DrawFn, **fixed: Any) -> Work:
     offsets = st.none() | st.tuples(*[st.integers(-30, 80)] * size)
     fields: dict[str, Any] = {
         "heads": st.sampled_from([1, 2, 3, 8]),
+        "heads_at_once": st.sampled_from([0, 1]),
         "ctas": st.sampled_from([1, 2, 3, 8, 33]),
         "group": st.sampled_from([1, 3, 4]),
         "tile": st.sampled_from([1, 7, 16]),
@@ -148,6 +149,22 @@ def test_loads_are_even(lengths: str, size: int, ctas: int, heads: int) -> None:
     mean = sum(loads) / ctas
     if mean >= 20 * (MIN_PIECE + work.overhead):  # whole units and granules are no excuse
         assert max(loads) <= 1.1 * mean
+
+
+def test_work_is_dealt_in_parts_that_share_a_cache() -> None:
+    """CTAs that work at the same time read the K and V of few heads of few requests."""
+    at_once = {"heads_at_once": 2, "tokens_at_once": 10_000}
+    work = Work((4096, 3000, 900), (4096, 9000, 900), 8, ctas=132, group=4, tile=128, **at_once)
+    made = run(work)
+    check(work, made)
+    check_even(work, made)
+    assert made.header[Header.NUM_SLOTS] == 0
+    queues = [made.rows()[a:b] for a, b in pairwise(made.cta_indptr.tolist())]
+    parts = [
+        [(item[Item.REQUEST] > 0, item[Item.KV_HEAD] // 2) for item in queue] for queue in queues
+    ]
+    assert all(a <= b for queue in parts for a, b in pairwise(queue))
+    assert len({part for queue in parts for part in queue}) == 8
 
 
 def test_causal_prefill_is_even_and_whole() -> None:

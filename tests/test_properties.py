@@ -125,6 +125,7 @@ def test_attention_over_a_union_is_the_merge(
 
 @FEW
 @given(lengths, seeds, st.floats(0, 1))
+@example(([3], [0]), 0, 1.0)
 def test_a_mask_and_its_complement_merge_to_the_whole(
     machine: Machine, lens: tuple[list[int], list[int]], seed: int, share: float
 ) -> None:

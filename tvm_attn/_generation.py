@@ -13,18 +13,19 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, portable_host
 from tvm_attn.variant import AttentionVariant
 
+CACHED_BYTES = 2**25
+"""Bytes of K and V that work at a time should read: less than the second-level cache has."""
+
 
 def query_tiles(
-    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget, schedule: str | None
 ) -> dict[str, list[Any]]:
     """Return the query tiles of a kernel by symbol, the best first."""
     ranked: list[list[Any]]
     if target.arch:
-        from tvm_attn.schedules.families import families, tiles_to_try
+        from tvm_attn.schedules import families
 
-        makes = _makes(variant)
-        kinds = families(spec, target, makes)
-        ranked = [tiles_to_try(spec, target, family, makes) for family in kinds]
+        ranked = families.query_tiles(spec, variant, target, schedule)
     else:
         from tvm_attn.schedules.tiles import cpu_tiles
 
@@ -34,9 +35,10 @@ def query_tiles(
 
 def explain_tiles(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> list[Any]:
     """Return tables of the query tiles that there are to choose from; see `tile_tables`."""
+    from tvm_attn.schedules.families import makes_of
     from tvm_attn.schedules.tile_tables import tile_tables
 
-    return list(tile_tables(spec, target, _makes(variant)))
+    return list(tile_tables(spec, target, makes_of(variant)))
 
 
 def compile_functions(
@@ -72,14 +74,14 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
 
 
 def generate_kernel(
-    spec: AttentionSpec, hooks: Any, target: BuildTarget, phases: Phases
+    spec: AttentionSpec, hooks: Any, target: BuildTarget, schedule: str | None, phases: Phases
 ) -> Artifact:
     """Definition -> schedule -> code, for every query tile."""
     from tvm_attn.codegen.kernels import cpu_kernels, cuda_kernels, residents
     from tvm_attn.schedules import cpu
     from tvm_attn.tir.attention import attention
 
-    ranked = query_tiles(spec, hooks.variant, target)
+    ranked = query_tiles(spec, hooks.variant, target, schedule)
 
     def define(name: str, tile: Any) -> Any:
         return attention(spec, hooks, rows=tile.rows, block=tile.block, name=name)
@@ -107,6 +109,7 @@ def generate_kernel(
             name: residents(name, used, tiles[name].residents, target.arch)
             for name, used in made.resources.items()
         }
+    cached = _cached_tokens(spec) if target.arch else 0
     return Artifact(
         {
             **_facts(hooks, target),
@@ -115,6 +118,7 @@ def generate_kernel(
                     **{"name": t.family, "rows": t.rows},
                     **{"block": t.granule if target.arch else t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
+                    "cached_tokens": cached if t.family == "long" else 0,
                     **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
                 }
                 for name, t in tiles.items()
@@ -127,9 +131,11 @@ def generate_kernel(
     )
 
 
-def _makes(variant: AttentionVariant) -> tuple[bool, bool]:
-    """Whether a variant transforms keys, and values."""
-    return variant.key_transform is not None, variant.value_transform is not None
+def _cached_tokens(spec: AttentionSpec) -> int:
+    """Return the KV tokens of a head that a GPU's second-level cache holds beside all else."""
+    from tvm_attn.tir.signature import itemsize
+
+    return CACHED_BYTES // ((spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype)))
 
 
 def _facts(hooks: Any, target: BuildTarget) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from tvm_attn.variant import AttentionVariant
 
 TENSOR_CORE_DTYPES = ("float16", "bfloat16")
 """Of queries; K and V are widened to them."""
-BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80",)}
+BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80", "sm90")}
 """Schedules by kind of target; the first is the library's choice."""
 
 _loaded: dict[str, tuple[Artifact, Library]] = {}
@@ -96,7 +96,7 @@ def build(
         "backend": backend,
         "tiles": [
             asdict(tile)
-            for ranked in query_tiles(spec, hooks.variant, built_for).values()
+            for ranked in query_tiles(spec, hooks.variant, built_for, schedule).values()
             for tile in ranked
         ],
     }
@@ -105,7 +105,7 @@ def build(
             "attention",
             content,
             built_for,
-            lambda key: generate_kernel(spec, hooks, built_for, Phases(key, report)),
+            lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
         )
         planner_part = _Part(
             "planner",

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.fragments import ALL_LANES
 from tvm_attn.schedules.primitives.places import NO_PLACE, Places
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.schedules.primitives.staging import Copy, commit_copies, copy_chunk
+from tvm_attn.schedules.primitives.staging import commit_copies, copy_chunk
 from tvm_attn.schedules.primitives.task import Request, Task, split_token
 from tvm_attn.variant import Expr
 
@@ -68,18 +68,24 @@ class Ahead:
 
 @T.inline
 def copy_block(cta, tile, s, places, place):
-    """Begin to copy the rows of a block to position `s`; each lane knows one row's place."""
-    given = T.meta_var((cta.stage(s), places.cache, lambda row: row, cta.lane.index, WARP))
-    copy = T.meta_var(Copy(tile, *given))
-    rows = T.alloc_local((copy.turns,), "uint32")
-    for i in T.unroll(copy.turns):
-        row = T.meta_var(copy.row(i) % WARP)
-        rows[i] = T.cuda.__shfl_sync(T.uint32(ALL_LANES), place, row, WARP)
-    for i in T.unroll(copy.turns):
-        if copy.is_mine(i):
+    """Begin to copy the rows of a block to position `s`; each lane knows one row's place.
+
+    Neighbouring lanes copy neighbouring chunks.
+    """
+    chunks = T.meta_var(tile.columns // tile.chunk)
+    total = T.meta_var(tile.rows * chunks)
+    turns = T.meta_var(-(-total // WARP))
+    rows = T.alloc_local((turns,), "uint32")
+    for i in T.unroll(turns):
+        row = T.meta_var((i * WARP + cta.lane.index) // chunks)
+        rows[i] = T.cuda.__shfl_sync(T.uint32(ALL_LANES), place, row % WARP, WARP)
+    for i in T.unroll(turns):
+        at = T.meta_var(i * WARP + cta.lane.index)
+        column = T.meta_var(at % chunks * tile.chunk)
+        if T.Or(T.bool(total % WARP == 0), at < total):
             copy_chunk(
-                tile.pointer(copy.stage, copy.row(i), copy.column(i)),
-                places.pointer(rows[i], copy.column(i)),
+                tile.pointer(cta.stage(s), at // chunks, column),
+                places.pointer(rows[i], column),
                 rows[i] != T.uint32(NO_PLACE),
             )
 

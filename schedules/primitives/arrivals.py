@@ -12,10 +12,10 @@ NOBODY = -1
 
 
 @T.inline
-def arrive_together(ctas, slot, merge_indptr, arrivals, verdict, thread):
+def arrive_together(ctas, slot, merge_indptr, arrivals, verdict, thread, meet):
     """Count in this one of so many CTAs with a share in a part of a cut unit, as `arrive` does."""
     T.cuda.thread_fence()
-    T.cuda.cta_sync()
+    meet()
     if thread == 0:
         low: T.int32 = 0
         high: T.int32 = merge_indptr.shape[0] - 1
@@ -30,14 +30,15 @@ def arrive_together(ctas, slot, merge_indptr, arrivals, verdict, thread):
         if before == (merge_indptr[low + 1] - merge_indptr[low]) * ctas - 1:
             arrivals[low] = 0
             verdict[0] = low
-    T.cuda.cta_sync()
+    meet()
     T.cuda.thread_fence()
 
 
 @T.inline
-def arrive(slot, merge_indptr, arrivals, verdict, thread):
+def arrive(slot, merge_indptr, arrivals, verdict, thread, meet):
     """Count this CTA's part of a cut unit in; ``verdict[0]`` is the unit if it was the last.
 
     Its partial state is then visible to the last one, and the count is 0 again for the next run.
+    `meet` waits for all threads that have a share in the part.
     """
-    arrive_together(1, slot, merge_indptr, arrivals, verdict, thread)
+    arrive_together(1, slot, merge_indptr, arrivals, verdict, thread, meet)

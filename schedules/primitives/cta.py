@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm_attn.schedules.primitives.fragments import HALVES, Lane, accumulator
-from tvm_attn.schedules.primitives.registers import Registers
 from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
-from tvm_attn.schedules.primitives.shared import SharedTiles
-from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.scales import Scales
@@ -17,17 +15,29 @@ from tvm_attn.variant import Expr
 
 @dataclass(frozen=True)
 class Cta:
-    """A cooperative thread array: what it is made for, where this thread is, what it works with."""
+    """A cooperative thread array: what it is made for, where this thread is, what it works with.
+
+    Parameters
+    ----------
+    spec, hooks, scales
+        What is computed.
+    tile : CudaTile or HopperTile
+        What a CTA is made of; `shared` and `registers` are of the same kind.
+    thread, warp : Expr
+        This thread among those that do the same, and its warp.
+    lane : Lane
+        This thread in its warp.
+    """
 
     spec: AttentionSpec
     hooks: Hooks
-    tile: CudaTile
+    tile: Any
     scales: Scales
     thread: Expr
     warp: Expr
     lane: Lane
-    shared: SharedTiles
-    registers: Registers
+    shared: Any
+    registers: Any
 
     @property
     def dtype(self) -> str:
@@ -37,7 +47,7 @@ class Cta:
     @property
     def row_tiles(self) -> int:
         """Tiles of 16 query rows that a warp has."""
-        return self.tile.row_tiles
+        return int(self.tile.row_tiles)
 
     @property
     def rows(self) -> int:
@@ -47,7 +57,7 @@ class Cta:
     @property
     def key_tiles(self) -> int:
         """Tiles of 8 keys in a block."""
-        return self.tile.block // COLUMNS
+        return int(self.tile.block) // COLUMNS
 
     @property
     def value_tiles(self) -> int:

@@ -90,6 +90,11 @@ def any_lane(condition: Expr) -> Expr:
     return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition)) != 0
 
 
+def of_lane(value: Expr, lane: Expr) -> Expr:
+    """Return the value that a lane of the warp has."""
+    return T.cuda.__shfl_sync(T.uint32(ALL_LANES), value, lane, WARP)
+
+
 def over_row(value: Expr, lanes: int) -> Expr:
     """Return the value of the lane that is `lanes` (1 or 2) away among the four of a row."""
     return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
@@ -103,6 +108,11 @@ def store_pair(pointer: Expr, register: Expr) -> Expr:
 def load_word(register: Expr, pointer: Expr) -> Expr:
     """Load 4 bytes, aligned, from global memory."""
     return T.ptx["ld.global.b32"](register, pointer)
+
+
+def load_run(registers: Any, first: Any, pointer: Expr) -> Expr:
+    """Load 16 bytes, aligned, from global memory into four float32 registers."""
+    return T.ptx["ld.global.v4.f32"](*(registers[first + i] for i in range(4)), pointer)
 
 
 def load_shared(register: Expr, address: Expr) -> Expr:

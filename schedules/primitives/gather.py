@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -33,6 +33,26 @@ def offset(cache: Any, at: Sequence[Expr]) -> Expr:
 
 
 @T.inline
+def make_elements(cta, tile, element):
+    """Make a tile of ``element(row, d)`` for each of its elements, dealt to threads."""
+    for i in T.serial(tile.rows * tile.columns // cta.tile.threads):
+        row: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // tile.columns
+        d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % tile.columns
+        tile.buffer[tile.index(0, row, d)] = T.Cast(cta.dtype, element(row, d))
+
+
+def transformed_query(cta: Cta, task: Any, q: Any) -> Callable[[Expr, Expr], Expr]:
+    """Return what element `d` of the query row at a place of the tile is transformed to."""
+
+    def element(place: Expr, d: Expr) -> Expr:
+        row = task.row(place)
+        token, head = task.index(row)
+        return cta.scales.query_row(task.query(row), lambda e: to_float(q[token, head, e]), d)
+
+    return element
+
+
+@T.inline
 def load_q(cta, task, q):
     """Load the query rows, as they are or transformed."""
     tile = T.meta_var(cta.shared.q)
@@ -40,14 +60,7 @@ def load_q(cta, task, q):
         where = T.meta_var(lambda i: cta.shared.q_place[i])
         copy_rows(Copy(tile, 0, q, where, cta.thread, cta.tile.threads))
     else:
-        for i in T.serial(tile.rows * tile.columns // cta.tile.threads):
-            place: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // tile.columns
-            d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % tile.columns
-            row = T.meta_var(task.row(place))
-            at = T.meta_var(task.index(row))
-            x = T.meta_var(lambda e: to_float(q[at[0], at[1], e]))
-            element = T.meta_var(cta.scales.query_row(task.query(row), x, d))
-            tile.buffer[tile.index(0, place, d)] = T.Cast(cta.dtype, element)
+        make_elements(cta, tile, transformed_query(cta, task, q))
 
 
 @T.inline
@@ -107,15 +120,16 @@ def _gather(cta: Cta, tile: Any, places: Any, cache: Any, t: Expr, s: Expr) -> C
     )
 
 
-@T.inline
-def transform(cta, task, ring, operand, element, s, kv0, kv_end):
-    """Make the operand of a block of what was gathered: ``element`` of it."""
-    for i in T.serial(ring.rows * ring.columns // cta.tile.threads):
-        row: T.let[T.int32] = (i * cta.tile.threads + cta.thread) // ring.columns
-        d: T.let[T.int32] = (i * cta.tile.threads + cta.thread) % ring.columns
-        key = T.meta_var(task.key(T.min(kv0 + row, kv_end - 1)))
-        x = T.meta_var(lambda e: to_float(ring.element(s % ring.stages, row, e)))
-        operand.buffer[operand.index(0, row, d)] = T.Cast(cta.dtype, element(key, x, d))
+def transformed(
+    task: Any, ring: Any, transform: Callable[..., Expr], s: Expr, kv0: Expr, kv_end: Expr
+) -> Callable[[Expr, Expr], Expr]:
+    """Return what element `d` of a row of a gathered block is transformed to."""
+
+    def element(row: Expr, d: Expr) -> Expr:
+        key = task.key(tirx.min(kv0 + row, kv_end - 1))
+        return transform(key, lambda e: to_float(ring.element(s % ring.stages, row, e)), d)
+
+    return element
 
 
 @T.inline
@@ -138,10 +152,10 @@ def widen(cta, ring, operand, s):
 
 
 @T.inline
-def make(cta, task, ring, operand, element, is_transformed, s, kv0, kv_end):
+def make(cta, task, ring, operand, transform, is_transformed, s, kv0, kv_end):
     """Make the operand of a block, unless it is what was gathered."""
     if is_transformed:
-        transform(cta, task, ring, operand, element, s, kv0, kv_end)
+        make_elements(cta, operand, transformed(task, ring, transform, s, kv0, kv_end))
     elif operand is not ring:
         widen(cta, ring, operand, s)
 

@@ -4,57 +4,64 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.fragments import load_run
 from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.tir.merge import LSE, ROW_WORDS, WEIGHT, Parts, close_rows
 from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import Merge
 
+ROWS = 4
+"""Rows that a warp merges side by side: what it waits for is mostly loads."""
+RUN = 4
+"""Neighbouring elements of a lane: 16 bytes."""
+
 
 @T.inline
-def merge_row(cta, unit, outputs, first, end, row0, place):
-    """Merge the parts of a row and store it."""
-    state, hooks = T.meta_var((cta.hooks.accumulation, cta.hooks))
-    peak: T.float32 = f32(state.hidden)
-    total: T.float32 = f32(0.0)
-    slot: T.int32 = first
-    while slot < end:
-        peak = state.peak(peak, outputs.partial_lse[slot, place])
-        slot = slot + 1
-    slot = first
-    while slot < end:
-        total = total + state.weight(outputs.partial_lse[slot, place], state.reference(peak))
-        slot = slot + 1
-    row = T.meta_var(unit.query(row0 + place))
-    at = T.meta_var(unit.index(row0 + place))
-    lse: T.float32 = state.lse(state.reference(peak), total)
-    share: T.float32 = hooks.share(row, lse) * state.inverse(total)
-    lse = hooks.seeded(row, lse)
-    d: T.int32 = cta.lane.index
-    while d < cta.spec.dim_vo:
-        o: T.float32 = f32(0.0)
-        slot = first
-        while slot < end:
-            w = T.meta_var(state.weight(outputs.partial_lse[slot, place], state.reference(peak)))
-            o = o + w * outputs.partial_o[slot, place, d]
-            slot = slot + 1
-        outputs.out[at[0], at[1], d] = outputs.finish(row, o * share, lse)
-        d = d + WARP
-    if cta.lane.index == 0:
-        outputs.lse[at[0], at[1]] = lse * outputs.lse_scale
+def merge_elements(cta, parts, d, end):
+    """Merge a run of elements, from `d` on, of some rows; only those before place `end` are."""
+    o = T.alloc_local((ROWS * RUN,), "float32")
+    run = T.alloc_local((ROWS * RUN,), "float32")
+    for i in T.unroll(ROWS * RUN):
+        o[i] = f32(0.0)
+    for s in T.serial(parts.count):
+        for i in T.unroll(ROWS):
+            parts.words[i, WEIGHT] = parts.weight(i, s)
+            load_run(run, i * RUN, parts.pointer(i, s, d))
+        for i in T.unroll(ROWS):
+            for e in T.unroll(RUN):
+                o[i * RUN + e] = o[i * RUN + e] + parts.words[i, WEIGHT] * run[i * RUN + e]
+    for i in T.unroll(ROWS):
+        if parts.place(i) < end:
+            at = T.meta_var(parts.index(i))
+            for e in T.unroll(RUN):
+                parts.outputs.out[at[0], at[1], d + e] = parts.finish(i, o[i * RUN + e])
 
 
 @T.inline
 def merge_unit(cta, given, m):
-    """Merge the parts of cut unit `m`, in slot order, and store its rows: a warp takes a row."""
+    """Merge the parts of cut unit `m`, in slot order, and store its rows: warps share them."""
+    outputs = T.meta_var(given.outputs)
     merge_items, merge_indptr = T.meta_var((given.work.merge_items, given.work.merge_indptr))
     request: T.let[T.int32] = merge_items[m, Merge.REQUEST]
     kv_head: T.let[T.int32] = merge_items[m, Merge.KV_HEAD]
     unit = T.meta_var(Rows(cta.hooks, cta.spec.group_size, given.batch, request, kv_head))
     first: T.int32 = merge_indptr[m]
-    end: T.int32 = merge_indptr[m + 1]
+    count: T.int32 = merge_indptr[m + 1] - first
     row0: T.int32 = merge_items[m, Merge.ROW_BEGIN]
-    count: T.int32 = merge_items[m, Merge.ROW_END] - row0
-    place: T.int32 = cta.warp
-    while place < count:
-        merge_row(cta, unit, given.outputs, first, end, row0, place)
-        place = place + cta.tile.warps
+    end: T.int32 = merge_items[m, Merge.ROW_END] - row0
+    words = T.alloc_local((ROWS, ROW_WORDS), "float32")
+    place0: T.int32 = cta.warp * ROWS
+    while place0 < end:
+        place = T.meta_var(lambda i: T.min(place0 + i, end - 1))
+        parts = T.meta_var(Parts(cta.hooks, outputs, unit, row0, first, count, words, place))
+        close_rows(parts, ROWS)
+        d: T.int32 = cta.lane.index * RUN
+        while d < cta.spec.dim_vo:
+            merge_elements(cta, parts, d, end)
+            d = d + WARP * RUN
+        if cta.lane.index == 0:
+            for i in T.unroll(ROWS):
+                at = T.meta_var(parts.index(i))
+                outputs.lse[at[0], at[1]] = words[i, LSE] * outputs.lse_scale
+        place0 = place0 + cta.tile.warps * ROWS

@@ -34,7 +34,8 @@ class Registers:
     """Registers of a lane; its row ``i`` is half ``i % 2`` of the warp's row tile ``i // 2``.
 
     ``score, out`` are float32 accumulators; ``left, right`` operands, of one step and the next;
-    ``reference, total, best, scale`` are float32, one for each of the lane's rows.
+    ``reference, total, best, scale`` are float32, one for each of the lane's rows, and ``limit`` is
+    int32.
     """
 
     score: Any
@@ -42,6 +43,7 @@ class Registers:
     left: Any
     right: Any
     reference: Any
+    limit: Any
     total: Any
     best: Any
     scale: Any
@@ -59,5 +61,6 @@ class Registers:
             out=T.alloc_local((outs,), "float32"),
             left=T.alloc_local((2 * tile.row_tiles * LEFT,), "uint32"),
             right=T.alloc_local((2 * HALVES * RIGHT,), "uint32"),
+            limit=T.alloc_local((rows,), "int32"),
             **{name: T.alloc_local((rows,), "float32") for name in state},
         )

@@ -6,7 +6,10 @@ was accumulated is seldom rescaled.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -14,14 +17,21 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, any_lane, over_row
+from tvm_attn.schedules.primitives.pairs import on_key
 from tvm_attn.schedules.primitives.shapes import COLUMNS
-from tvm_attn.schedules.primitives.task import at_hand
+from tvm_attn.schedules.primitives.task import LaneRows, at_hand
 from tvm_attn.tir.states import f32
+from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
+from tvm_attn.tir.visibility import ALL, Range
 from tvm_attn.variant import Expr
 
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
 """How far (as a power of 2) a score may pass the peak before rows are rescaled: weights of the
 operands' dtype can hold it, and rows of long requests are then seldom touched."""
+
+
+TILES_AT_ONCE = 4
+"""Tiles of keys whose logits are made together."""
 
 
 @T.inline
@@ -30,75 +40,195 @@ def init_state(cta):
     r = T.meta_var(cta.registers)
     for i in T.unroll(cta.rows):
         r.reference[i] = f32(cta.hooks.accumulation.lowest)
+        r.limit[i] = tirx.min_value("int32")
         r.total[i] = f32(0.0)
     for i in T.unroll(cta.row_tiles * cta.value_tiles * ACCUMULATORS):
         r.out[i] = f32(0.0)
 
 
+def logit(cta: Cta, rows: LaneRows, kv0: Expr, i: Expr, n: Expr, e: Expr) -> Expr:
+    """Logit of the lane's row `i` and element `e` of key tile `n`."""
+    product = cta.registers.score[cta.score(i // HALVES, n, i % HALVES, e)] * rows.factor
+    return on_key(
+        lambda key: cta.hooks.logit(rows.pair(i, key), product),
+        kv0 + cta.lane.column(0),
+        n * COLUMNS + e,
+        rows.end_key,
+    )
+
+
 @T.inline
-def logits(cta, task, kv0):
-    """Turn products into scores, where a hook does that."""
+def transform(cta, rows, kv0, finish, holds):
+    """Turn all products into what `finish` makes of their logits, a few tiles at a time."""
+    for step in T.unroll(-(-cta.key_tiles // TILES_AT_ONCE)):
+        if holds:
+            for n in T.unroll(TILES_AT_ONCE):
+                for e in T.unroll(2):
+                    for i in T.unroll(cta.rows):
+                        tile = T.meta_var(step * TILES_AT_ONCE + n)
+                        if tile < cta.key_tiles:
+                            at = T.meta_var(cta.score(i // HALVES, tile, i % HALVES, e))
+                            cta.registers.score[at] = finish(logit(cta, rows, kv0, i, tile, e))
+
+
+def largest_argument(cta: Cta, rows: LaneRows, kv0: Expr) -> Expr:
+    """Largest argument of ``tanh`` in the lane's logits, in absolute terms."""
+    indices = itertools.product(range(cta.rows), range(cta.key_tiles), range(2))
+    logits_ = (logit(cta, rows, kv0, i, n, e) for i, n, e in indices)
+    return reduce(tirx.max, (tirx.abs(x) for one in logits_ for x in tanh_arguments(one)))
+
+
+def calls_tanh(cta: Cta, rows: LaneRows) -> bool:
+    """Whether the hook calls ``tanh``."""
+    return bool(tanh_arguments(logit(cta, rows, 0, 0, 0, 0)))
+
+
+@T.inline
+def logits(cta, task, kv0, holds):
+    """Turn products into logits, where a hook does that.
+
+    Some tiles are transformed only if `holds`, which it always does: where the compiler does not
+    know that, it does not begin with all of them at once and run out of registers.
+    """
     if cta.hooks.variant.logits_transform is not None:
-        c = T.meta_var(cta.registers.score)
         rows = T.meta_var(at_hand(cta, task))
+        if calls_tanh(cta, rows):
+            largest: T.float32 = largest_argument(cta, rows, kv0)
+            if any_lane(T.Not(largest <= f32(NEAR_ZERO))):
+                transform(cta, rows, kv0, lambda x: x, T.bool(True))
+            else:
+                transform(cta, rows, kv0, with_tanh_near_zero, T.bool(True))
+        else:
+            transform(cta, rows, kv0, lambda x: x, holds)
+
+
+def score_factor(cta: Cta, task: Any) -> Expr:
+    """Return the factor from what `logits` leaves to scores: of logits, the unit of scores."""
+    if cta.hooks.variant.logits_transform is None:
+        return task.factor
+    return f32(cta.hooks.accumulation.unit)
+
+
+def bound_rows(cta: Cta, rows: LaneRows, ranges: Sequence[Range], kv0: Expr) -> Any:
+    """Return registers with the first and the last column of each row's keys, from the lane's."""
+    bounds = T.alloc_local((2 * cta.rows,), "int32")
+    origin = kv0 + cta.lane.column(0)
+    for i, (first, last) in enumerate(ranges):
+        T.buffer_store(bounds, tirx.max(first, rows.first_key) - origin, [2 * i])
+        T.buffer_store(bounds, tirx.min(last, rows.end_key - 1) - origin, [2 * i + 1])
+    return bounds
+
+
+def begins_inside(cta: Cta, ranges: Sequence[Range]) -> bool:
+    """Whether the first keys of a row may be inside of a block."""
+    return cta.tile.begins_early or any(first is not ALL.first for first, _ in ranges)
+
+
+@T.inline
+def hide_outside(cta, rows, ranges, kv0):
+    """Hide the keys that are not in the range of a row."""
+    c = T.meta_var(cta.registers.score)
+    bounds = T.meta_var(bound_rows(cta, rows, ranges, kv0))
+    has_first = T.meta_var(begins_inside(cta, ranges))
+    for i in T.unroll(cta.rows):
         for n in T.unroll(cta.key_tiles):
             for e in T.unroll(2):
-                for i in T.unroll(cta.rows):
-                    at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                    token = T.meta_var(kv0 + n * COLUMNS + cta.lane.column(e))
-                    pair = T.meta_var(rows.pair(i, T.max(T.min(token, rows.end_key - 1), 0)))
-                    c[at] = cta.scales.score(pair, c[at] * rows.factor)
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                ends = T.meta_var(n * COLUMNS + e <= bounds[2 * i + 1])
+                begins = T.meta_var(bounds[2 * i] <= n * COLUMNS + e)
+                c[at] = T.Select(
+                    T.And(begins, ends) if has_first else ends,
+                    c[at],
+                    f32(cta.hooks.accumulation.hidden),
+                )
+
+
+@T.inline
+def hide_by_mask(cta, rows, kv0):
+    """Hide the keys that the mask hides, asked of each."""
+    c = T.meta_var(cta.registers.score)
+    bits = T.meta_var(BlockBits.allocate(cta))
+    first = T.meta_var(kv0 + cta.lane.column(0))
+    if len(bits.words) > 0:
+        if rows.first_key < rows.end_key:  # else the bitmap may be empty
+            load_bits(cta, rows, bits, kv0)
+    for i in T.unroll(cta.rows):
+        for n in T.unroll(cta.key_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                token = T.meta_var(first + n * COLUMNS + e)
+                held = T.meta_var(bits.rows(rows, i, n, e))
+                shown = T.meta_var(lambda key: cta.hooks.visible(held.pair(i, key), T.bool(True)))
+                c[at] = T.Select(
+                    T.And(
+                        T.And(rows.first_key <= token, token < rows.end_key),
+                        on_key(shown, first, n * COLUMNS + e, rows.end_key),
+                    ),
+                    c[at],
+                    f32(cta.hooks.accumulation.hidden),
+                )
+
+
+@T.inline
+def hide(cta, task, kv0):
+    """Hide the keys of a block that rows do not see."""
+    rows = T.meta_var(at_hand(cta, task))
+    ranges = T.meta_var([rows.seen_by_row(i) for i in range(cta.rows)])
+    if None in ranges:
+        hide_by_mask(cta, rows, kv0)
+    else:
+        hide_outside(cta, rows, ranges, kv0)
 
 
 @T.inline
 def mask(cta, task, kv0):
     """Hide keys, in a block where some may be hidden."""
-    c = T.meta_var(cta.registers.score)
     if T.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)):
-        rows = T.meta_var(at_hand(cta, task))
-        bits = T.meta_var(BlockBits.allocate(cta))
-        load_bits(cta, rows, bits, kv0)
-        for i in T.unroll(cta.rows):
-            for n in T.unroll(cta.key_tiles):
-                for e in T.unroll(2):
-                    at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                    token = T.meta_var(kv0 + n * COLUMNS + cta.lane.column(e))
-                    key = T.meta_var(T.max(T.min(token, rows.end_key - 1), 0))
-                    pair = T.meta_var(bits.rows(rows, i, n, e).pair(i, key))
-                    c[at] = T.Select(
-                        cta.hooks.visible(pair, token < rows.end_key),
-                        c[at],
-                        f32(cta.hooks.accumulation.hidden),
-                    )
+        hide(cta, task, kv0)
 
 
-def any_outgrown(cta: Cta) -> Expr:
-    """Whether a score has outgrown the reference of one of the lane's rows."""
-    r, slack = cta.registers, SLACK[cta.dtype]
-    outgrown = cta.hooks.accumulation.outgrown
-    return reduce(tirx.Or, [outgrown(r.reference[i], r.best[i], slack) for i in range(cta.rows)])
+def outgrown(cta: Cta, i: Expr) -> Expr:
+    """Return an integer: 0 unless a score of row `i` has outgrown its reference, or may have.
+
+    Bits of floats are ordered as the floats are, but for negative ones: integers take three
+    operands at a time, and a row whose limit is negative is always looked at.
+    """
+    r = cta.registers
+    peak = r.limit[i]
+    for n in range(cta.key_tiles):
+        for e in range(2):
+            at = cta.score(i // HALVES, n, i % HALVES, e)
+            peak = tirx.max(peak, tirx.reinterpret("int32", r.score[at]))
+    return tirx.bitwise_xor(peak, r.limit[i])
+
+
+def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
+    """Bits of the product up to which a row's scores are close enough to its reference."""
+    product = (reference + f32(SLACK[cta.dtype])) / factor
+    bits = tirx.reinterpret("int32", product)
+    return tirx.Select(product >= f32(0.0), bits, tirx.min_value("int32"))
 
 
 @T.inline
 def softmax(cta, factor):
     """Move the references that scores have outgrown, and what was accumulated with them."""
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
-    for i in T.unroll(cta.rows):
-        r.best[i] = f32(state.hidden)
-        for n in T.unroll(cta.key_tiles):
-            for e in T.unroll(2):
-                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                r.best[i] = state.peak(r.best[i], r.score[at])
-        r.best[i] = r.best[i] * factor
-    if any_lane(any_outgrown(cta)):
-        for i in T.unroll(cta.rows):
-            r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
-            r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
-            r.best[i] = state.peak(r.reference[i], r.best[i])
-            r.scale[i] = state.rescale(r.reference[i], r.best[i])
-            r.reference[i] = r.best[i]
-            r.total[i] = r.total[i] * r.scale[i]
-            for n in T.unroll(cta.value_tiles):
-                for e in T.unroll(2):
-                    at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
-                    r.out[at] = r.out[at] * r.scale[i]
+    if cta.hooks.variant.use_softmax:
+        if any_lane(reduce(tirx.bitwise_or, [outgrown(cta, i) for i in range(cta.rows)]) != 0):
+            for i in T.unroll(cta.rows):
+                r.best[i] = f32(state.hidden)
+                for n in T.unroll(cta.key_tiles):
+                    for e in T.unroll(2):
+                        at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                        r.best[i] = state.peak(r.best[i], r.score[at])
+                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
+                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
+                r.best[i] = state.peak(r.reference[i], r.best[i] * factor)
+                r.scale[i] = state.rescale(r.reference[i], r.best[i])
+                r.reference[i] = r.best[i]
+                r.limit[i] = limit(cta, r.reference[i], factor)
+                r.total[i] = r.total[i] * r.scale[i]
+                for n in T.unroll(cta.value_tiles):
+                    for e in T.unroll(2):
+                        at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
+                        r.out[at] = r.out[at] * r.scale[i]

@@ -9,6 +9,8 @@ ROWS, COLUMNS, DEPTH = 16, 8, 16
 """Shape of one ``mma``: rows and columns of the product, and what it sums over."""
 CHUNK_BYTES = 16
 """Bytes of one asynchronous copy, and of a row of the matrices ``ldmatrix`` loads."""
+LINE_CHUNKS = 8
+"""Chunks of a line of the L2 cache."""
 WORD_BYTES = 4
 TASKS = 4
 """Work items there is room for: the one at work, and three to come of which less and less is known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WORD_BYTES, pitch
+from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, LINE_CHUNKS, WORD_BYTES, pitch
 from tvm_attn.tir.signature import itemsize
 
 Expr = Any
@@ -121,28 +122,39 @@ class Copy:
         return self.tile.columns // self.tile.chunk
 
     @property
-    def total(self) -> int:
-        """Chunks of all rows."""
-        return self.tile.rows * self.chunks
+    def lanes(self) -> int:
+        """Neighbouring threads that share a row: each copies every `lanes`-th of its chunks.
+
+        Eight of them ask for a whole line of the cache at once; fewer rows of a thread have to be
+        looked up then than if the threads of a row were more.
+        """
+        common = math.gcd(self.chunks, LINE_CHUNKS)
+        return common if common >= LINE_CHUNKS // 2 else self.chunks
+
+    @property
+    def parts(self) -> int:
+        """Chunks that a thread copies of a row."""
+        return self.chunks // self.lanes
 
     @property
     def turns(self) -> int:
-        """How often every thread copies a chunk."""
-        return -(-self.total // self.threads)
+        """How many rows every thread copies chunks of."""
+        return -(-self.tile.rows * self.lanes // self.threads)
 
     def row(self, turn: Expr) -> Expr:
-        """Row that this thread copies in a turn."""
-        return tirx.floordiv(turn * self.threads + self.thread, self.chunks)
+        """Row that this thread copies chunks of in a turn."""
+        return tirx.floordiv(turn * self.threads + self.thread, self.lanes)
 
-    def column(self, turn: Expr) -> Expr:
-        """First column of the chunk that this thread copies in a turn."""
-        return tirx.floormod(turn * self.threads + self.thread, self.chunks) * self.tile.chunk
+    def column(self, turn: Expr, part: Expr) -> Expr:
+        """First column of a chunk that this thread copies in a turn."""
+        lane = tirx.floormod(turn * self.threads + self.thread, self.lanes)
+        return (part * self.lanes + lane) * self.tile.chunk
 
     def is_mine(self, turn: Expr) -> Expr:
         """Whether this thread copies anything in a turn."""
-        if self.total % self.threads == 0:
+        if self.tile.rows * self.lanes % self.threads == 0:
             return tirx.const(True, "bool")
-        return turn * self.threads + self.thread < self.total
+        return turn * self.threads + self.thread < self.tile.rows * self.lanes
 
 
 @T.inline
@@ -155,11 +167,12 @@ def copy_rows(copy):
     for i in T.unroll(copy.turns):
         if copy.is_mine(i):
             origin = T.meta_var([0] * (len(copy.source.shape) - 1))
-            copy_chunk(
-                copy.tile.pointer(copy.stage, copy.row(i), copy.column(i)),
-                copy.source.ptr_to([*origin, places[i] + copy.column(i)]),
-                T.Cast("int32", T.shift_right(places[i], T.int64(32))) != -1,
-            )
+            for part in T.unroll(copy.parts):
+                copy_chunk(
+                    copy.tile.pointer(copy.stage, copy.row(i), copy.column(i, part)),
+                    copy.source.ptr_to([*origin, places[i] + copy.column(i, part)]),
+                    T.Cast("int32", T.shift_right(places[i], T.int64(32))) != -1,
+                )
 
 
 def commit_copies() -> Expr:

@@ -9,13 +9,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, PARITIES, TASK_WORDS, TASKS
+from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, PARITIES, TASK_WORDS
 from tvm_attn.schedules.primitives.shared import NOWHERE
 from tvm_attn.schedules.primitives.staging import copy_chunk, copy_word
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
-from tvm_attn.tir.visibility import Range, seen_by_all
+from tvm_attn.tir.visibility import Range, seen_by_all, seen_by_row
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import ITEM_WORDS, Item
 
@@ -55,7 +55,7 @@ class Task(Rows):
     @staticmethod
     def of(cta: Any, batch: Any, t: Expr) -> Task:
         """Return the task of item `t`."""
-        words, first = cta.shared.tasks, t % TASKS * TASK_WORDS
+        words, first = cta.shared.tasks, t % cta.tile.tasks * TASK_WORDS
         ids = (words[first + Item.REQUEST], words[first + Item.KV_HEAD])
         return Task(cta.hooks, cta.spec.group_size, batch, *ids, words, first)
 
@@ -160,6 +160,11 @@ class LaneRows(Task):
         """Query head of one of the lane's rows."""
         return self.heads[row]
 
+    def seen_by_row(self, row: int) -> Range | None:
+        """Return the keys that one of the lane's rows sees, if the mask is that of a range."""
+        fields = {**self.request_fields(), **self.query_fields(row)}
+        return seen_by_row(self.hooks, fields, self.kv_shift)
+
 
 def at_hand(cta: Any, task: Task) -> LaneRows:
     """Read what hooks may ask of a task into registers; what they do not ask for vanishes."""
@@ -214,7 +219,7 @@ def read_item(cta, items, t, end):
     words = T.meta_var(CHUNK_BYTES // 4)
     if T.And(t < end, cta.thread < ITEM_WORDS // words):
         first = T.meta_var(cta.thread * words)
-        at = T.meta_var(t % TASKS * TASK_WORDS + first)
+        at = T.meta_var(t % cta.tile.tasks * TASK_WORDS + first)
         copy_chunk(cta.shared.tasks.ptr_to([at]), items.ptr_to([t, first]), T.bool(True))
 
 
@@ -236,7 +241,7 @@ def copy_request(words: Any, task: Expr, batch: Any, request: Expr) -> None:
 def read_request(cta, batch, t, end):
     """Begin to read what the batch's arrays say of the request of item `t`, which is there."""
     if T.And(t < end, cta.thread == 0):
-        task: T.let[T.int32] = t % TASKS * TASK_WORDS
+        task: T.let[T.int32] = t % cta.tile.tasks * TASK_WORDS
         request: T.let[T.int32] = cta.shared.tasks[task + Item.REQUEST]
         copy_request(cta.shared.tasks, task, batch, request)
 
@@ -257,7 +262,7 @@ def derive(cta, task, kv_begin, kv_end):
 @T.inline
 def divide_by_page_size(cta, cache):
     """Keep the reciprocal of the page size in every task."""
-    if cta.thread < TASKS:
+    if cta.thread < cta.tile.tasks:
         at = T.meta_var(cta.thread * TASK_WORDS + Derived.RECIPROCAL)
         reciprocal = T.meta_var(T.uint32(0xFFFFFFFF) // T.Cast("uint32", cache.page_size))
         cta.shared.tasks[at] = T.Cast("int32", reciprocal)

@@ -6,45 +6,115 @@ parts in their order, so that the same parts give the same bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from tvm.script import tirx as T
 
+from tvm_attn.tir.hooks import Context, Hooks
+from tvm_attn.tir.outputs import Outputs
 from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
+from tvm_attn.variant import Expr
 from tvm_attn.worklist import Merge
+
+PEAK, TOTAL, LSE, SHARE, WEIGHT = range(5)
+"""What is kept of a row: its parts' peak and total, its log-sum-exp, the factor of its output, and
+the weight of the part at hand."""
+ROW_WORDS = 5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a cut unit, in slots `first` on; words of several of its rows at a time.
+
+    ``words [n, ROW_WORDS]`` are float32. Row `i` of them is the one at ``place(i)`` of the tile.
+    """
+
+    hooks: Hooks
+    outputs: Outputs
+    unit: Rows
+    row0: Expr
+    first: Expr
+    count: Expr
+    words: Any
+    place: Any
+
+    def query(self, i: Expr) -> Context:
+        """Context of a row."""
+        return self.unit.query(self.row0 + self.place(i))
+
+    def index(self, i: Expr) -> tuple[Expr, Expr]:
+        """Token and head of a row in out and lse."""
+        return self.unit.index(self.row0 + self.place(i))
+
+    def lse(self, i: Expr, s: Expr) -> Expr:
+        """Log-sum-exp of part `s` of a row."""
+        return self.outputs.partial_lse[self.first + s, self.place(i)]
+
+    def element(self, i: Expr, s: Expr, d: Expr) -> Expr:
+        """Element of part `s` of a row."""
+        return self.outputs.partial_o[self.first + s, self.place(i), d]
+
+    def pointer(self, i: Expr, s: Expr, d: Expr) -> Expr:
+        """Address of an element of part `s` of a row."""
+        return self.outputs.partial_o.ptr_to([self.first + s, self.place(i), d])
+
+    def weight(self, i: Expr, s: Expr) -> Expr:
+        """Weight of part `s` of a row whose peak is known."""
+        state = self.hooks.accumulation
+        return state.weight(self.lse(i, s), state.reference(self.words[i, PEAK]))
+
+    def finish(self, i: Expr, o: Expr) -> Expr:
+        """Return an element of `out` from the weighted sum of its parts."""
+        words = self.words
+        return self.outputs.finish(self.query(i), o * words[i, SHARE], words[i, LSE])
+
+
+@T.inline
+def close_rows(parts, rows):
+    """Find what the parts of `rows` rows come to, side by side."""
+    state, words, hooks = T.meta_var((parts.hooks.accumulation, parts.words, parts.hooks))
+    for i in T.unroll(rows):
+        words[i, PEAK] = f32(state.hidden)
+        words[i, TOTAL] = f32(0.0)
+    for s in T.serial(parts.count):
+        for i in T.unroll(rows):
+            words[i, PEAK] = state.peak(words[i, PEAK], parts.lse(i, s))
+    for s in T.serial(parts.count):
+        for i in T.unroll(rows):
+            words[i, TOTAL] = words[i, TOTAL] + parts.weight(i, s)
+    for i in T.unroll(rows):
+        words[i, LSE] = state.lse(state.reference(words[i, PEAK]), words[i, TOTAL])
+        share = T.meta_var(hooks.share(parts.query(i), words[i, LSE]))
+        words[i, SHARE] = share * state.inverse(words[i, TOTAL])
+        words[i, LSE] = hooks.seeded(parts.query(i), words[i, LSE])
 
 
 @T.inline
 def merge_unit(hooks, given, group_size, dim_vo, m):
     """Merge the parts of cut unit `m`, in slot order, and store its rows."""
-    state, outputs = T.meta_var((hooks.accumulation, given.outputs))
+    outputs = T.meta_var(given.outputs)
     merge_items, merge_indptr = T.meta_var((given.work.merge_items, given.work.merge_indptr))
     request: T.let[T.int32] = merge_items[m, Merge.REQUEST]
     kv_head: T.let[T.int32] = merge_items[m, Merge.KV_HEAD]
     unit = T.meta_var(Rows(hooks, group_size, given.batch, request, kv_head))
     row0: T.let[T.int32] = merge_items[m, Merge.ROW_BEGIN]
     first: T.let[T.int32] = merge_indptr[m]
-    parts: T.let[T.int32] = merge_indptr[m + 1] - first
+    count: T.let[T.int32] = merge_indptr[m + 1] - first
     o = T.sblock_alloc_buffer((dim_vo,), "float32")
-    row = T.sblock_alloc_buffer((5,), "float32")
-    peak, total, lse, share, w = T.meta_var(range(5))
-    for i in T.serial(merge_items[m, Merge.ROW_END] - row0):
-        row[peak] = f32(state.hidden)
-        row[total] = f32(0.0)
+    words = T.sblock_alloc_buffer((1, ROW_WORDS), "float32")
+    for row in T.serial(merge_items[m, Merge.ROW_END] - row0):
+        place = T.meta_var(lambda _: row)
+        parts = T.meta_var(Parts(hooks, outputs, unit, row0, first, count, words, place))
+        close_rows(parts, 1)
         for d in T.serial(dim_vo):
             o[d] = f32(0.0)
-        for s in T.serial(parts):
-            row[peak] = state.peak(row[peak], outputs.partial_lse[first + s, i])
-        for s in T.serial(parts):
-            row[w] = state.weight(outputs.partial_lse[first + s, i], state.reference(row[peak]))
-            row[total] = row[total] + row[w]
+        for s in T.serial(count):
+            words[0, WEIGHT] = parts.weight(0, s)
             for d in T.serial(dim_vo):
-                o[d] = o[d] + row[w] * outputs.partial_o[first + s, i, d]
-        row[w] = state.lse(state.reference(row[peak]), row[total])
-        row[lse] = hooks.seeded(unit.query(row0 + i), row[w])
-        row[share] = hooks.share(unit.query(row0 + i), row[w]) * state.inverse(row[total])
-        at = T.meta_var(unit.index(row0 + i))
+                o[d] = o[d] + words[0, WEIGHT] * parts.element(0, s, d)
+        at = T.meta_var(parts.index(0))
         for d in T.serial(dim_vo):
-            outputs.out[at[0], at[1], d] = outputs.finish(
-                unit.query(row0 + i), o[d] * row[share], row[lse]
-            )
-        outputs.lse[at[0], at[1]] = row[lse] * outputs.lse_scale
+            outputs.out[at[0], at[1], d] = parts.finish(0, o[d])
+        outputs.lse[at[0], at[1]] = words[0, LSE] * outputs.lse_scale

@@ -14,6 +14,8 @@ The last is taken if it makes the longest CTA shorter than 1 and 2 do. So the lo
 has at most 1.1 times the mean load, or one unit that is not worth cutting, or, where loads are few
 granules, the mean plus a few `MIN_PIECE`. There are at most two partial states a CTA.
 
+Where CTAs share a cache, what 1 and 2 deal back and forth is dealt to the CTA with least instead.
+
 With a fixed split, units are cut at all multiples of it and dealt as in 1, so that how a request is
 cut depends on that request alone.
 """
@@ -35,6 +37,7 @@ from tvm_attn.tir.planner_deal import (
     sort_longest_first,
     write_merges,
 )
+from tvm_attn.tir.planner_greedy import deal_greedy
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
     Divisor,
@@ -198,7 +201,7 @@ def summarise(plan: Plan, header: Any) -> None:
 
 
 @T.inline
-def deal(plan, table, units, line, machine, out):
+def deal(plan, table, units, line, machine, at_once, bins, load, out):
     """Write the work list that was settled for."""
     if plan.kind == LINE:
         deal_line(line, units, machine, out, plan.uncut)
@@ -207,7 +210,10 @@ def deal(plan, table, units, line, machine, out):
         table.count = plan.count
         table.slots = plan.slots
         table.merges = plan.merges
-        deal_snake(table, machine, out)
+        if at_once[0] > 0:
+            deal_greedy(table, machine, *at_once, bins, load, out, plan.max_load)
+        else:
+            deal_snake(table, machine, out)
         write_merges(table, machine, out)
 
 
@@ -234,6 +240,9 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
     *extra_params                            what `kv_bounds` reads
     batch                scalar              requests
     num_kv_heads         scalar
+    heads_at_once        scalar              0; or units are dealt each to the CTA with least, those
+    tokens_at_once       scalar              of so many heads (which divide num_kv_heads) and of
+                                             requests with so many KV tokens before the next ones
     num_ctas             scalar              CTAs (threads) to deal to
     group_size           scalar              query heads that share a KV head
     row_min, row_max     scalars             the family has requests with so many fused rows
@@ -280,6 +289,8 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
         kv_pos_offset_h: T.handle,
         batch: T.int32,
         num_kv_heads: T.int32,
+        heads_at_once: T.int32,
+        tokens_at_once: T.int32,
         num_ctas: T.int32,
         group_size: T.int32,
         row_min: T.int32,
@@ -310,6 +321,9 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
         assert smallest(num_kv_heads, num_ctas, group_size, tile_rows, kv_block) > 0, (
             "plan_work: num_kv_heads, num_ctas, group_size, tile_rows and kv_block must be positive"
         )
+        assert T.And(heads_at_once >= 0, num_kv_heads % T.max(heads_at_once, 1) == 0), (
+            "plan_work: heads_at_once must divide num_kv_heads, or be 0"
+        )
         assert T.And(cta_indptr.shape[0] > num_ctas, scratch.shape[0] >= tables), (
             "plan_work: cta_indptr or scratch is too small for num_ctas"
         )
@@ -338,6 +352,7 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
                 Family(Divisor(group_size, group_reciprocal), row_min, row_max, tile_rows)
             )
             lengths = T.meta_var(Lengths(batch, qo_indptr, kv_len, q_pos_offset, kv_pos_offset))
+            at_once = T.meta_var((heads_at_once, tokens_at_once))
             out = T.meta_var(WorkList(items, cta_indptr, merge_items, merge_indptr))
 
             clear(table, 0)
@@ -355,7 +370,7 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
             check_room(plan.slots, max_slots, int(Status.SLOTS_FULL), header)
             check_room(plan.merges, merges_room, int(Status.MERGES_FULL), header)
             if header[int(Header.STATUS)] == int(Status.OK):
-                deal(plan, table, units, line, machine, out)
+                deal(plan, table, units, line, machine, at_once, bins, load, out)
             summarise(plan, header)
 
-    return close_over(plan_work, extra_params, before=17, name="plan_work")
+    return close_over(plan_work, extra_params, before=19, name="plan_work")

@@ -76,7 +76,7 @@ class Rows:
 
     def query(self, row: Expr) -> Context:
         """Context of a hook that has a query row and no key."""
-        return self.hooks.context(**self.request_fields(), **self._query_fields(row))
+        return self.hooks.context(**self.request_fields(), **self.query_fields(row))
 
     def key(self, kv_idx: Expr) -> Context:
         """Context of a hook that has a key and no query."""
@@ -85,7 +85,7 @@ class Rows:
     def pair(self, row: Expr, kv_idx: Expr) -> Context:
         """Context of a hook that has both."""
         return self.hooks.context(
-            **self.request_fields(), **self._query_fields(row), **self._key_fields(kv_idx)
+            **self.request_fields(), **self.query_fields(row), **self._key_fields(kv_idx)
         )
 
     def key_range(self, row_begin: Expr, row_end: Expr) -> tuple[Expr, Expr]:
@@ -108,7 +108,8 @@ class Rows:
             "kv_len": self.kv_len,
         }
 
-    def _query_fields(self, row: Expr) -> dict[str, Expr]:
+    def query_fields(self, row: Expr) -> dict[str, Expr]:
+        """Fields of a context that say which query row it is."""
         qo_idx = self.token(row)
         return {"qo_idx": qo_idx, "q_pos": self.q_shift + qo_idx, "qo_head": self.head(row)}
 

@@ -98,6 +98,31 @@ def merge_pair(v_a, v_b, lse, r, v, s, n, i, h, dim):
     store(row, o, stored, out, s, n, dim)
 
 
+@T.inline
+def merge_rows(a, b, out, dim, rows, changes):
+    """Merge two states ``(v, s)`` into a third, which may be one of them, where ``changes(i)``."""
+    v, s = T.meta_var(out)
+    for t in T.serial(T.ceildiv(s.shape[0], rows)):
+        with T.sblock("tile"):
+            vt = T.axis.spatial(T.ceildiv(s.shape[0], rows), t)
+            T.reads()
+            T.writes()
+            lse = T.sblock_alloc_buffer((2, rows), "float32")
+            row0: T.let[T.int64] = vt * rows
+            load_lse(lse, a[1], b[1], row0, rows)
+            for r in T.serial(rows):
+                with T.sblock("row"):
+                    vr = T.axis.remap("S", [r])
+                    T.reads()
+                    T.writes()
+                    n: T.let[T.int64] = row0 + vr
+                    i: T.let[T.int64] = tirx.truncdiv(n, v.shape[1])
+                    h: T.let[T.int64] = tirx.truncmod(n, v.shape[1])
+                    if n < s.shape[0]:
+                        if changes(i):
+                            merge_pair(a[0], b[0], lse, vr, v, s, n, i, h, dim)
+
+
 def merge_state(dtype: str, dim: int, rows: int) -> tirx.PrimFunc:
     """Define the merge of two states into a third: v_a, s_a, v_b, s_b, and the results v, s.
 
@@ -126,24 +151,7 @@ def merge_state(dtype: str, dim: int, rows: int) -> tirx.PrimFunc:
         s_b = dense(s_b_h, "s_b", (None,), "float32")
         v = strided(v_h, "v", (None, None, dim), dtype)
         s = dense(s_h, "s", (None,), "float32")
-        for t in T.serial(T.ceildiv(s.shape[0], rows)):
-            with T.sblock("tile"):
-                vt = T.axis.spatial(T.ceildiv(s.shape[0], rows), t)
-                T.reads()
-                T.writes()
-                lse = T.sblock_alloc_buffer((2, rows), "float32")
-                row0: T.let[T.int64] = vt * rows
-                load_lse(lse, s_a, s_b, row0, rows)
-                for r in T.serial(rows):
-                    with T.sblock("row"):
-                        vr = T.axis.remap("S", [r])
-                        T.reads()
-                        T.writes()
-                        n: T.let[T.int64] = row0 + vr
-                        i: T.let[T.int64] = tirx.truncdiv(n, v.shape[1])
-                        h: T.let[T.int64] = tirx.truncmod(n, v.shape[1])
-                        if n < s.shape[0]:
-                            merge_pair(v_a, v_b, lse, vr, v, s, n, i, h, dim)
+        merge_rows((v_a, s_a), (v_b, s_b), (v, s), dim, rows, lambda i: True)
 
     return definition.with_attr("global_symbol", "merge_state")
 
@@ -166,25 +174,8 @@ def merge_state_in_place(dtype: str, dim: int, rows: int) -> tirx.PrimFunc:
         v_other = strided(v_other_h, "v_other", (None, None, dim), dtype)
         s_other = dense(s_other_h, "s_other", (None,), "float32")
         mask = dense(mask_h, "mask", (None,), "bool")
-        for t in T.serial(T.ceildiv(s.shape[0], rows)):
-            with T.sblock("tile"):
-                vt = T.axis.spatial(T.ceildiv(s.shape[0], rows), t)
-                T.reads()
-                T.writes()
-                lse = T.sblock_alloc_buffer((2, rows), "float32")
-                row0: T.let[T.int64] = vt * rows
-                load_lse(lse, s, s_other, row0, rows)
-                for r in T.serial(rows):
-                    with T.sblock("row"):
-                        vr = T.axis.remap("S", [r])
-                        T.reads()
-                        T.writes()
-                        n: T.let[T.int64] = row0 + vr
-                        i: T.let[T.int64] = tirx.truncdiv(n, v.shape[1])
-                        h: T.let[T.int64] = tirx.truncmod(n, v.shape[1])
-                        if n < s.shape[0]:
-                            if T.if_then_else(mask.shape[0] == 0, True, mask[i]):
-                                merge_pair(v, v_other, lse, vr, v, s, n, i, h, dim)
+        changes = T.meta_var(lambda i: T.if_then_else(mask.shape[0] == 0, True, mask[i]))
+        merge_rows((v, s), (v_other, s_other), (v, s), dim, rows, changes)
 
     return definition.with_attr("global_symbol", "merge_state_in_place")
 

@@ -50,35 +50,59 @@ def seen_by_all(
     kv_shift : Expr
         Position of key 0.
     """
+    box = {tirx.Var(name, "int32"): extent for name, extent in rows.items()}
+    fields = {**fixed, **{row.name: row for row in box}}
+    return _solve_mask(hooks, fields, box, kv_shift) or NONE
+
+
+def seen_by_row(hooks: Hooks, row: Mapping[str, Expr], kv_shift: Expr) -> Range | None:
+    """Return exactly the keys (indices) that the mask hides not from a row.
+
+    None where they are no range that can be told: see `seen_by_all`.
+
+    Parameters
+    ----------
+    hooks, kv_shift
+        As in `seen_by_all`.
+    row : mapping of str to Expr
+        Fields of the context that say which row it is, and of which request.
+    """
+    return _solve_mask(hooks, row, {}, kv_shift)
+
+
+def _solve_mask(
+    hooks: Hooks, fields: Mapping[str, Expr], box: Mapping[Any, Range], kv_shift: Expr
+) -> Range | None:
     if hooks.variant.mask is None:
         return ALL
-    box = {tirx.Var(name, "int32"): extent for name, extent in rows.items()}
     key = tirx.Var("kv_idx", "int32")
-    context = hooks.context(
-        **fixed, **{row.name: row for row in box}, kv_idx=key, kv_pos=kv_shift + key
-    )
+    context = hooks.context(**fields, kv_idx=key, kv_pos=kv_shift + key)
     return _solve(as_bool(hooks.variant.mask(context)), box, key)
 
 
-def _solve(condition: Expr, box: Mapping[Any, Range], key: Any) -> Range:
-    """Return keys for which a condition surely holds in all of the box."""
+def _solve(condition: Expr, box: Mapping[Any, Range], key: Any) -> Range | None:
+    """Return the keys for which a condition holds in all of the box, if they can be told."""
     if isinstance(condition, tirx.And):
         a, b = _solve(condition.a, box, key), _solve(condition.b, box, key)
+        if a is None or b is None:
+            return None
         return Range(tirx.max(a.first, b.first), tirx.min(a.last, b.last))
     if isinstance(condition, tirx.LE | tirx.LT):
         return _at_least(condition.b, condition.a, isinstance(condition, tirx.LT), box, key)
     if isinstance(condition, tirx.GE | tirx.GT):
         return _at_least(condition.a, condition.b, isinstance(condition, tirx.GT), box, key)
-    return NONE
+    return None
 
 
-def _at_least(large: Expr, small: Expr, strict: bool, box: Mapping[Any, Range], key: Any) -> Range:
+def _at_least(
+    large: Expr, small: Expr, strict: bool, box: Mapping[Any, Range], key: Any
+) -> Range | None:
     """Return keys for which ``large - small`` is at least 0 (`strict`: 1) in all of the box."""
     if str(large.ty) != "int32":
-        return NONE
+        return None
     terms = sym.detect_linear_equation(large - small, [*box, key])
     if not all(isinstance(coefficient, tirx.IntImm) for coefficient in terms[:-1]) or not terms:
-        return NONE
+        return None
     *slopes, least = terms
     for slope, extent in zip(slopes, box.values(), strict=False):
         least = least + slope * (extent.first if slope.value > 0 else extent.last)

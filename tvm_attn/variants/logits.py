@@ -7,6 +7,9 @@ from typing import Any
 from tvm_attn.spec import Param
 from tvm_attn.variant import AttentionVariant, Expr
 
+OFF = 2.0**64
+"""A cap that no logit feels: near 0, tanh(x) is x, and a power of 2 changes no digit of it."""
+
 
 def soft_cap(cap: float | None = None) -> AttentionVariant:
     """Bound the logits: ``cap * tanh(s / cap)``, as in Gemma 2 (arXiv 2408.00118, section 2).
@@ -21,8 +24,9 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     def cap_logit(ctx: Any, s: Expr) -> Expr:
         from tvm import tirx
 
-        cap = ctx.logits_soft_cap
-        return tirx.Select(cap > tirx.const(0.0, "float32"), cap * tirx.tanh(s / cap), s)
+        given, one = ctx.logits_soft_cap, tirx.const(1.0, "float32")
+        cap = tirx.Select(given > tirx.const(0.0, "float32"), given, tirx.const(OFF, "float32"))
+        return cap * tirx.tanh(s * (one / cap))
 
     return AttentionVariant(
         logits_transform=cap_logit,

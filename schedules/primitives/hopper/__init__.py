@@ -1,0 +1,1 @@
+"""What only Hopper has: boxes that are copied, and multiplications that are waited for."""

@@ -1,0 +1,79 @@
+"""The two products of a block, begun and waited for, in the turns of the two warpgroups."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.hopper.barriers import advance
+from tvm_attn.schedules.primitives.hopper.warpgroup import Warpgroup
+from tvm_attn.schedules.primitives.hopper.wgmma import (
+    close_group,
+    hold,
+    multiply_keys,
+    multiply_shared,
+    multiply_values,
+    open_group,
+    wait_for_groups,
+)
+
+
+def begin_qk(cta: Cta, group: Warpgroup) -> None:
+    """Begin queries times the keys of the next stage."""
+    r, keys = cta.registers, group.k.at_stage(group.k_at.stage)
+    hold(r.score)
+    if cta.tile.holds_queries:
+        hold(r.query)
+    T.evaluate(open_group())
+    if cta.tile.holds_queries:
+        multiply_keys(cta.dtype, r.score, r.query, keys, group.k, cta.spec.head_dim_qk)
+    else:
+        queries = group.q.at_stage(group.index)
+        dim = cta.spec.head_dim_qk
+        multiply_shared(cta.dtype, r.score, queries, group.q, keys, group.k, dim)
+    T.evaluate(close_group())
+
+
+def begin_pv(cta: Cta, group: Warpgroup) -> None:
+    """Begin weights times the values of the next stage, and pass the turn."""
+    r, values = cta.registers, group.v.at_stage(group.v_at.stage)
+    hold(r.out)
+    hold(r.weight)
+    T.evaluate(open_group())
+    multiply_values(cta.dtype, r.out, r.weight, values, cta.tile.block, group.flags.adds)
+    T.evaluate(close_group())
+    group.flags.set("adds", T.bool(True))
+    T.evaluate(group.pass_turn())
+
+
+@T.inline
+def wait_for_qk(cta, group, pending):
+    """Wait for the scores, and let their keys be replaced."""
+    wait_for_groups(pending)
+    hold(cta.registers.score)
+    if cta.lane.index == 0:
+        cta.shared.keys.empty.arrive(group.k_at.stage)
+    advance(group.k_at)
+
+
+@T.inline
+def wait_for_pv(cta, group):
+    """Wait for the outputs, and let the values be replaced."""
+    wait_for_groups(0)
+    hold(cta.registers.out)
+    hold(cta.registers.weight)
+    if cta.lane.index == 0:
+        cta.shared.values.empty.arrive(group.v_at.stage)
+    advance(group.v_at)
+
+
+@T.inline
+def wait_for_keys(cta, group):
+    """Wait for the keys of the next stage."""
+    cta.shared.keys.full.wait(group.k_at.parity, group.k_at.stage)
+
+
+@T.inline
+def wait_for_values(cta, group):
+    """Wait for the values of the next stage."""
+    cta.shared.values.full.wait(group.v_at.parity, group.v_at.stage)

@@ -1,0 +1,114 @@
+"""Query and output rows of a warpgroup, on their way through its slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import (
+    HALVES,
+    LEFT,
+    load_matrices,
+    over_row,
+    pack,
+)
+from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
+from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes
+from tvm_attn.schedules.primitives.hopper.slots import slot_pointer, stores_through_slot
+from tvm_attn.schedules.primitives.shapes import DEPTH
+from tvm_attn.schedules.primitives.store import store_part, store_row
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_ROWS
+from tvm_attn.variant import Expr
+from tvm_attn.worklist import NO_SLOT
+
+
+def matrix_pointer(cta: Cta, group: Any, step: Expr) -> Expr:
+    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows."""
+    row, column = cta.lane.left_address()
+    place = cta.first_place - group.index * WARPGROUP_ROWS + row
+    return slot_pointer(cta.shared, group.index, place, step * DEPTH + column)
+
+
+@T.inline
+def wait_for_slot(cta, group, parity):
+    """Wait until the slot holds the queries of an item; after the last one, until it is free."""
+    cta.shared.queries.wait(parity, group.index)
+
+
+@T.inline
+def take_queries(cta, group, parity):
+    """Wait for the queries of an item; take them into registers, if they are held there."""
+    wait_for_slot(cta, group, parity)
+    if cta.tile.holds_queries:
+        for step in T.unroll(cta.spec.head_dim_qk // DEPTH):
+            load_matrices(cta.registers.query, step * LEFT, matrix_pointer(cta, group, step))
+    elif not comes_in_boxes(cta.spec):
+        publish_to_copies()
+
+
+@T.inline
+def hand_over_slot(cta, group):
+    """Tell the warp that serves the slot that this one has done with it."""
+    T.cuda.warp_sync()
+    if cta.lane.index == 0:
+        cta.shared.outputs.arrive(group.index)
+
+
+def store_matrices(pointer: Expr, registers: Any, first: Expr) -> Expr:
+    """Store four 8x8 matrices of 16-bit elements."""
+    name = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+    return T.ptx[name](pointer, *(registers[first + i] for i in range(LEFT)))
+
+
+@T.inline
+def set_rows_aside(cta):
+    """Keep the state of an item's rows, for those of the next one to be opened."""
+    r = T.meta_var(cta.registers)
+    for i in T.unroll(HALVES):
+        r.closing[i] = r.total[i]
+        r.last[i] = r.peak[i]
+
+
+@T.inline
+def finish_rows(cta, group, task, outputs):
+    """Leave finished rows in the slot, and store their LSE."""
+    r, hooks = T.meta_var((cta.registers, cta.hooks))
+    value_factor = T.meta_var(outputs.scales.value_factor(task.kv_head))
+    for i in T.unroll(HALVES):
+        row = T.meta_var(task.query(task.row(cta.place(i))))
+        r.scale[i] = r.scale[i] * hooks.share(row, r.best[i]) * value_factor
+        r.best[i] = hooks.seeded(row, r.best[i])
+        for n in T.unroll(cta.value_tiles):
+            at = T.meta_var(cta.out(0, n, i))
+            low = T.meta_var(hooks.output(row, r.out[at] * r.scale[i], r.best[i]))
+            high = T.meta_var(hooks.output(row, r.out[at + 1] * r.scale[i], r.best[i]))
+            pack(str(outputs.out.dtype), r.right[n * HALVES + i], low, high)
+        if T.And(task.row0 + cta.place(i) < task.row_end, cta.lane.column(0) == 0):
+            at = T.meta_var(task.index(task.row(cta.place(i))))
+            outputs.lse[at[0], at[1]] = r.best[i] * outputs.lse_scale
+    for step in T.unroll(cta.spec.dim_vo // DEPTH):
+        store_matrices(matrix_pointer(cta, group, step), r.right, step * LEFT)
+    publish_to_copies()
+
+
+@T.inline
+def close_rows(cta, group, task, outputs):
+    """Close the rows that were set aside; store results, or partial states of a piece."""
+    r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
+    for i in T.unroll(HALVES):
+        r.closing[i] = r.closing[i] + over_row(r.closing[i], 1)
+        r.closing[i] = r.closing[i] + over_row(r.closing[i], 2)
+        r.best[i] = state.lse(state.reference(r.last[i]), r.closing[i])
+        r.scale[i] = state.inverse(r.closing[i])
+    if task.slot != NO_SLOT:
+        for i in T.unroll(HALVES):
+            if task.row0 + cta.place(i) < task.row_end:
+                store_part(cta, task, outputs, i)
+    elif stores_through_slot(cta):
+        finish_rows(cta, group, task, outputs)
+    else:
+        for i in T.unroll(HALVES):
+            if task.row0 + cta.place(i) < task.row_end:
+                store_row(cta, task, outputs, i)

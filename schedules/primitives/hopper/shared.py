@@ -1,0 +1,109 @@
+"""The shared memory of a Hopper CTA: a slot for query and output rows, rings of K and V blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.hopper.barriers import Barriers, Pipe
+from tvm_attn.schedules.primitives.hopper.tensor_maps import ROW_ELEMENTS
+from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WARP
+from tvm_attn.schedules.tiles_sm90 import CONSUMERS, WARPGROUP_ROWS, HopperTile, padded
+from tvm_attn.spec import AttentionSpec
+
+BARRIER_ALIGNMENT, TILE_ALIGNMENT = 8, 1024
+
+
+@dataclass(frozen=True)
+class HopperShared:
+    """Tiles of a CTA in shared memory, and the barriers that say what is in them.
+
+    Tiles are in groups of 64 columns, ``[dim / 64, rows, 64]`` elements, swizzled. ``q`` is a slot
+    for each warpgroup: the queries of the next item, then the outputs of this one. ``k, v`` are
+    rings of blocks, filled and emptied as the pipes ``keys, values`` say. ``queries`` says that
+    the slots hold queries, ``outputs`` that they hold outputs, or nothing that is still needed.
+    ``landing`` is for blocks of values that are mended before they are handed over. ``tasks`` are
+    words of `task.Task`, complete where ``known`` says so; ``verdict`` is one word.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dim_slot: int
+    dim_qk: int
+    dim_vo: int
+    keys: Pipe
+    values: Pipe
+    queries: Barriers
+    outputs: Barriers
+    landing: Barriers
+    known: Barriers
+    tasks: Any
+    verdict: Any
+
+    @staticmethod
+    def allocate(spec: AttentionSpec, tile: HopperTile) -> HopperShared:
+        """Allocate."""
+        pool = T.SMEMPool()
+        dtype = str(spec.q_dtype)
+        dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
+        dim_slot = max(dim_qk, dim_vo) if tile.holds_queries else dim_qk
+        sizes = [tile.rows * dim_slot, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
+        q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
+        warps = WARP // 8 * CONSUMERS  # that use a stage
+        fetchers = 1 if comes_in_boxes(spec) else WARP
+        arrivals = [
+            *([1] * tile.stages, [warps] * tile.stages) * 2,
+            *(
+                [fetchers] * CONSUMERS,
+                [warps // CONSUMERS] * CONSUMERS,
+                [1],
+                [1] * tile.tasks,
+            ),
+        ]
+        words = pool.alloc((sum(map(len, arrivals)),), "uint64", align=BARRIER_ALIGNMENT)
+        barriers, first = [], 0
+        for group in arrivals:
+            barriers.append(Barriers(words, first, len(group), group[0]))
+            first += len(group)
+        tasks, verdict = (
+            pool.alloc((size,), "int32", align=16) for size in (tile.tasks * TASK_WORDS, 1)
+        )
+        pool.commit()
+        k_full, k_empty, v_full, v_empty, queries, outputs, landing, known = barriers
+        return HopperShared(
+            q=q,
+            k=k,
+            v=v,
+            dim_slot=dim_slot,
+            dim_qk=dim_qk,
+            dim_vo=dim_vo,
+            keys=Pipe(k_full, k_empty),
+            values=Pipe(v_full, v_empty),
+            queries=queries,
+            outputs=outputs,
+            landing=landing,
+            known=known,
+            tasks=tasks,
+            verdict=verdict,
+        )
+
+    def initialise(self) -> None:
+        """Initialise all barriers: one thread does."""
+        pipes = (self.keys.full, self.keys.empty, self.values.full, self.values.empty)
+        for group in (*pipes, self.queries, self.outputs, self.landing, self.known):
+            group.initialise()
+
+
+def comes_in_boxes(spec: AttentionSpec) -> bool:
+    """Whether the fused rows of a slot are whole tokens, and can be copied as boxes."""
+    return WARPGROUP_ROWS % spec.group_size == 0
+
+
+def tile_index(rows: int, row: Any, column: Any) -> Any:
+    """Index of an element of a tile of `rows`, as the copy engine places it."""
+    chunk = column % ROW_ELEMENTS // 8
+    swizzled = T.bitwise_xor(chunk, row % 8) * 8 + column % 8
+    return column // ROW_ELEMENTS * (rows * ROW_ELEMENTS) + row * ROW_ELEMENTS + swizzled

@@ -1,0 +1,209 @@
+"""The slots of the two warpgroups: queries come through them, outputs leave through them.
+
+A warp serves each slot. It holds the queries of the next item until the warpgroup has them in
+registers, then the outputs of this one until they are stored; or, where queries stay in the slot
+while they are used, only them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import of_lane
+from tvm_attn.schedules.primitives.gather import offset
+from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
+from tvm_attn.schedules.primitives.hopper.items import known_parity
+from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes, tile_index
+from tvm_attn.schedules.primitives.hopper.tensor_maps import (
+    ROW_ELEMENTS,
+    TensorMap,
+    close_stores,
+    encode,
+    wait_for_stores,
+)
+from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
+from tvm_attn.schedules.primitives.staging import copy_chunk
+from tvm_attn.schedules.primitives.task import Task
+from tvm_attn.schedules.tiles_sm90 import ELEMENT_BYTES, WARPGROUP_ROWS, padded
+from tvm_attn.tir.signature import itemsize
+from tvm_attn.variant import Expr
+from tvm_attn.worklist import NO_SLOT
+
+CHUNK = CHUNK_BYTES // ELEMENT_BYTES
+"""Elements of 16 bytes."""
+SHARES = WARPGROUP_ROWS // WARP
+"""Rows of a slot whose offsets a lane has."""
+
+
+def stores_through_slot(cta: Cta) -> bool:
+    """Whether outputs leave through the slots, in 16 bytes at a time."""
+    return bool(cta.tile.holds_queries) and itemsize(str(cta.spec.o_dtype)) == ELEMENT_BYTES
+
+
+def slot_pointer(shared: Any, index: Expr, row: Expr, column: Expr) -> Expr:
+    """Address of an element in a warpgroup's slot."""
+    origin = index * (WARPGROUP_ROWS * shared.dim_slot)
+    return shared.q.ptr_to([origin + tile_index(WARPGROUP_ROWS, row, column)])
+
+
+def row_offsets(tensor: Any, task: Task, place: Expr) -> Any:
+    """Return registers with the offsets of two of a slot's rows, 32 apart, in a strided tensor."""
+    offsets = T.alloc_local((SHARES,), "int64")
+    for share in range(SHARES):
+        row = task.row(place + share * WARP)
+        T.buffer_store(offsets, offset(tensor, (*task.index(row), 0)), [share])
+    return offsets
+
+
+def at_once(chunks: int) -> int:
+    """Chunks that a lane has under way, of a row of so many."""
+    return 4 if chunks % 4 == 0 else 2
+
+
+@T.inline
+def fetch_queries(cta, given, index, t):
+    """Begin to copy the queries of item `t`; their barrier waits for them."""
+    task = T.meta_var(Task.of(cta, given.batch, t))
+    chunks = T.meta_var(cta.spec.head_dim_qk // CHUNK)
+    offsets = T.meta_var(row_offsets(given.q, task, index * WARPGROUP_ROWS + cta.lane.index))
+    for share in T.unroll(SHARES):
+        first: T.int32 = cta.lane.index
+        while first < chunks * WARP:
+            for i in T.unroll(at_once(chunks)):
+                at = T.meta_var(first + i * WARP)
+                column = T.meta_var(at % chunks * CHUNK)
+                copy_chunk(
+                    slot_pointer(cta.shared, index, share * WARP + at // chunks, column),
+                    given.q.ptr_to([0, 0, of_lane(offsets[share], at // chunks) + column]),
+                    T.bool(True),
+                )
+            first = first + at_once(chunks) * WARP
+    cta.shared.queries.arrive_with_copies(index)
+
+
+def load_four(words: Any, first: Expr, pointer: Expr) -> Expr:
+    """Load 16 bytes from shared memory."""
+    return T.ptx["ld.shared.v4.b32"](*(words[first + i] for i in range(4)), pointer)
+
+
+def store_four(pointer: Expr, words: Any, first: Expr) -> Expr:
+    """Store 16 bytes to global memory."""
+    return T.ptx["st.global.v4.b32"](pointer, *(words[first + i] for i in range(4)))
+
+
+@T.inline
+def store_outputs(cta, given, index, t):
+    """Store the outputs of item `t` that its warpgroup left in the slot."""
+    task = T.meta_var(Task.of(cta, given.batch, t))
+    out = T.meta_var(given.outputs.out)
+    chunks = T.meta_var(cta.spec.dim_vo // CHUNK)
+    words = T.alloc_local((at_once(chunks) * 4,), "uint32")
+    offsets = T.meta_var(row_offsets(out, task, index * WARPGROUP_ROWS + cta.lane.index))
+    rows: T.int32 = task.row_end - task.row0 - index * WARPGROUP_ROWS
+    for share in T.unroll(SHARES):
+        first: T.int32 = cta.lane.index
+        while first < chunks * WARP:
+            for i in T.unroll(at_once(chunks)):
+                at = T.meta_var(first + i * WARP)
+                row = T.meta_var(share * WARP + at // chunks)
+                load_four(words, i * 4, slot_pointer(cta.shared, index, row, at % chunks * CHUNK))
+            for i in T.unroll(at_once(chunks)):
+                at = T.meta_var(first + i * WARP)
+                origin: T.let[T.int64] = of_lane(offsets[share], at // chunks)
+                if share * WARP + at // chunks < rows:
+                    store_four(out.ptr_to([0, 0, origin + at % chunks * CHUNK]), words, i * 4)
+            first = first + at_once(chunks) * WARP
+
+
+def rows_map(handle: Any, tensor: Any, group_size: int) -> TensorMap:
+    """Encode the map of q or out, ``(dim, head, token)``: a box has all of a slot's fused rows."""
+    tokens = WARPGROUP_ROWS // group_size
+    return encode(handle, tensor, (2, 1, 0), (ROW_ELEMENTS, group_size, tokens))
+
+
+def box_of_slot(task: Task, index: Expr, column: Expr) -> tuple[Expr, Expr, Expr]:
+    """Coordinates of the box of a slot's rows that begins with a column."""
+    token, head = task.index(task.row0 + index * WARPGROUP_ROWS)
+    return column, head, token
+
+
+@T.inline
+def free_slot(cta, index):
+    """Say that the slot is free for the last outputs, as if queries had come."""
+    if T.Or(T.bool(not comes_in_boxes(cta.spec)), cta.lane.index == 0):
+        cta.shared.queries.arrive(index)
+
+
+@T.inline
+def begin_queries(cta, given, maps, index, t):
+    """Begin to copy the queries of item `t`; their barrier waits for them."""
+    if comes_in_boxes(cta.spec):
+        task = T.meta_var(Task.of(cta, given.batch, t))
+        if cta.lane.index == 0:
+            columns = T.meta_var(padded(cta.spec.head_dim_qk))
+            barriers = T.meta_var(cta.shared.queries)
+            barriers.expect(WARPGROUP_ROWS * columns * ELEMENT_BYTES, index)
+            for group in T.unroll(columns // ROW_ELEMENTS):
+                column = T.meta_var(group * ROW_ELEMENTS)
+                maps.q.load(
+                    slot_pointer(cta.shared, index, 0, column),
+                    box_of_slot(task, index, column),
+                    barriers.pointer(index),
+                )
+    else:
+        fetch_queries(cta, given, index, t)
+
+
+@T.inline
+def finish_outputs(cta, given, maps, index, t):
+    """Store the outputs of item `t`, and wait until the slot may be used again."""
+    task = T.meta_var(Task.of(cta, given.batch, t))
+    if comes_in_boxes(cta.spec):
+        if task.row_end - task.row0 >= (index + 1) * WARPGROUP_ROWS:
+            if cta.lane.index == 0:
+                for group in T.unroll(padded(cta.spec.dim_vo) // ROW_ELEMENTS):
+                    column = T.meta_var(group * ROW_ELEMENTS)
+                    source = T.meta_var(slot_pointer(cta.shared, index, 0, column))
+                    maps.out.store(box_of_slot(task, index, column), source)
+                close_stores()
+                wait_for_stores()
+        else:
+            store_outputs(cta, given, index, t)
+            publish_to_copies()
+    else:
+        store_outputs(cta, given, index, t)
+
+
+@T.inline
+def serve_slot(cta, given, maps, index, t0, end):
+    """Serve a slot through all items."""
+    shared = T.meta_var(cta.shared)
+    parity: T.int32 = 0
+    t: T.int32 = t0
+    shared.known.wait(0, t % cta.tile.tasks)
+    begin_queries(cta, given, maps, index, t)
+    if cta.tile.holds_queries:
+        shared.outputs.wait(parity, index)
+        parity = T.bitwise_xor(parity, 1)
+    while t < end:
+        if t + 1 < end:
+            shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+        if cta.tile.holds_queries:
+            if t + 1 < end:
+                begin_queries(cta, given, maps, index, t + 1)
+            else:
+                free_slot(cta, index)
+            shared.outputs.wait(parity, index)
+            task = T.meta_var(Task.of(cta, given.batch, t))
+            if stores_through_slot(cta):
+                if task.slot == NO_SLOT:
+                    finish_outputs(cta, given, maps, index, t)
+            T.cuda.warp_sync()
+        elif t + 1 < end:
+            shared.outputs.wait(parity, index)
+            begin_queries(cta, given, maps, index, t + 1)
+        parity = T.bitwise_xor(parity, 1)
+        t = t + 1

@@ -1,0 +1,181 @@
+"""Online softmax of a warpgroup, lazily: scores are relative to a reference that seldom moves.
+
+A row's reference is the largest score of its first block. Later scores are taken relative to it;
+only where one has outgrown it by `SLACK` (a power of 2 that weights can hold) are exact maxima
+found, the reference moved and what was accumulated rescaled: the result is the same. That none has
+is one test of a warp. As signed integers, floats above 0 compare as they are, and none below 0 is
+above one of them.
+
+The scores of a block are weighed in two parts: the first while the block before it is multiplied
+with its values, the second after that, while weights are packed. The test between the two keeps the
+compiler from moving the wait for the values up.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import (
+    ACCUMULATORS,
+    ALL_LANES,
+    HALVES,
+    over_row,
+    pack,
+)
+from tvm_attn.schedules.primitives.hopper.wgmma import hold
+from tvm_attn.schedules.primitives.scores import SLACK
+from tvm_attn.schedules.primitives.shapes import COLUMNS
+from tvm_attn.tir.states import f32
+from tvm_attn.variant import Expr
+
+HIDDEN = -math.inf
+LEAST_INT = -(2**31)
+_LARGEST_OF_THREE = """
+__device__ __forceinline__ int largest_of_three(int a, float b, float c) {
+  return __vimax3_s32(a, __float_as_int(b), __float_as_int(c));
+}
+"""
+
+
+def bits_of(value: float) -> int:
+    """Return a float32's bits as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def any_lane(condition: Expr) -> Expr:
+    """Whether a condition holds in any lane of the warp, as an int32."""
+    return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition))
+
+
+def reference(cta: Cta, i: Expr) -> Expr:
+    """Return what the scores of a row are relative to."""
+    return cta.hooks.accumulation.reference(cta.registers.peak[i])
+
+
+@T.inline
+def note_empty_rows(cta, group):
+    """Note whether a row of the warp has seen no key."""
+    r = T.meta_var(cta.registers)
+    is_empty = T.meta_var(T.Or(r.peak[0] == f32(HIDDEN), r.peak[1] == f32(HIDDEN)))
+    group.flags.set("has_empty", any_lane(is_empty))
+
+
+@T.inline
+def find_tops(cta, begin, end):
+    """Find the largest of some scores in each row: of column tiles `begin` to `end`."""
+    r = T.meta_var(cta.registers)
+    for i in T.unroll(HALVES):
+        r.top[i] = r.score[cta.score(0, begin, i)]
+        for n in T.unroll(end - begin):
+            for e in T.unroll(2):
+                r.top[i] = T.max(r.top[i], r.score[cta.score(0, begin + n, i, e)])
+        r.top[i] = T.max(r.top[i], over_row(r.top[i], 1))
+        r.top[i] = T.max(r.top[i], over_row(r.top[i], 2))
+
+
+@T.inline
+def open_rows(cta, group, factor):
+    """Open the rows of an item with the scores of its first block."""
+    r = T.meta_var(cta.registers)
+    find_tops(cta, 0, cta.key_tiles)
+    for i in T.unroll(HALVES):
+        r.peak[i] = r.top[i] * factor
+        r.total[i] = f32(0.0)
+    note_empty_rows(cta, group)
+    for i in T.unroll(HALVES):
+        r.top[i] = reference(cta, i)
+        for n in T.unroll(cta.key_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(0, n, i, e))
+                r.score[at] = r.score[at] * factor - r.top[i]
+
+
+@T.inline
+def relate(cta, group, factor, begin, end):
+    """Take scores relative to the reference, and note whether any has outgrown it."""
+    r = T.meta_var(cta.registers)
+    slack = T.meta_var(bits_of(SLACK[cta.dtype]))
+    for i in T.unroll(HALVES):
+        r.bits[i] = T.int32(LEAST_INT)
+        r.top[i] = reference(cta, i)
+    for n in T.unroll(end - begin):
+        for i in T.unroll(HALVES):
+            at = T.meta_var(cta.score(0, begin + n, i))
+            for e in T.unroll(2):
+                r.score[at + e] = r.score[at + e] * factor - r.top[i]
+            r.bits[i] = T.cuda.func_call(
+                "largest_of_three",
+                *(r.bits[i], r.score[at], r.score[at + 1]),
+                source_code=_LARGEST_OF_THREE,
+                return_type="int32",
+            )
+    above = T.meta_var(T.max(r.bits[0], r.bits[1]) > T.int32(slack))
+    group.flags.set("outgrown", any_lane(T.Or(group.flags.has_empty, above)))
+
+
+@T.inline
+def move_references(cta, group, begin, end):
+    """Move the references that scores of column tiles `begin` to `end` have outgrown.
+
+    Tiles before those are weights by now.
+    """
+    r = T.meta_var(cta.registers)
+    find_tops(cta, begin, end)
+    for i in T.unroll(HALVES):
+        is_empty: T.let[T.bool] = r.peak[i] == f32(HIDDEN)
+        moves: T.let[T.bool] = T.Or(
+            r.top[i] > f32(SLACK[cta.dtype]), T.And(is_empty, r.top[i] > f32(HIDDEN))
+        )
+        by: T.let[T.float32] = T.Select(moves, r.top[i], f32(0.0))
+        shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
+        before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
+        r.scale[i] = before * shrinks
+        r.total[i] = r.total[i] * shrinks
+        for n in T.unroll(begin):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(0, n, i, e))
+                r.score[at] = r.score[at] * shrinks
+        for n in T.unroll(end - begin):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(0, begin + n, i, e))
+                r.score[at] = r.score[at] - by
+        r.peak[i] = T.Select(moves, reference(cta, i) + by, r.peak[i])
+    note_empty_rows(cta, group)
+    group.flags.set("moved", T.bool(True))
+
+
+@T.inline
+def weigh(cta, begin, end):
+    """Turn scores into weights, and sum them."""
+    r = T.meta_var(cta.registers)
+    for n in T.unroll(end - begin):
+        for i in T.unroll(HALVES):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(0, begin + n, i, e))
+                r.score[at] = T.exp2(r.score[at])
+                r.total[i] = r.total[i] + r.score[at]
+    hold(r.score, cta.score(0, begin, 0), cta.score(0, end, 0))
+    hold(r.total)
+
+
+@T.inline
+def pack_weights(cta):
+    """Pack the weights as a left operand."""
+    r = T.meta_var(cta.registers)
+    for i in T.unroll(cta.key_tiles * ACCUMULATORS // 2):
+        pack(cta.dtype, r.weight[i], r.score[2 * i], r.score[2 * i + 1])
+
+
+@T.inline
+def rescale(cta):
+    """Carry what was accumulated over to references that have moved."""
+    r = T.meta_var(cta.registers)
+    for n in T.unroll(cta.spec.dim_vo // COLUMNS):
+        for i in T.unroll(HALVES):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.out(0, n, i, e))
+                r.out[at] = r.out[at] * r.scale[i]

@@ -1,0 +1,367 @@
+"""Attention on Hopper: warps that copy, and two warpgroups that multiply asynchronously.
+
+Read `attend` first: it is the algorithm of `tvm_attn.tir.attention`, block by block from the last
+to the first, as a pipeline: queries times the keys of a block begin together with weights times the
+values of the block before it, and scores are weighed while the latter run. The pipeline does not
+drain between items: the first scores of an item are begun with the last values of the one before.
+
+A CTA has a warpgroup that copies (a warp for keys, which also reads the work list ahead, one for
+values, and one for each slot of query and output rows) and two that multiply, 64 rows each, in
+turns. Who waits for what is said by barriers in shared memory (`hopper.shared`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import Lane, of_lane
+from tvm_attn.schedules.primitives.hopper.barriers import Cursor, begin_barriers
+from tvm_attn.schedules.primitives.hopper.feeding import (
+    Feed,
+    block_map,
+    feed_keys,
+    feed_values,
+    first_block,
+    last_block,
+)
+from tvm_attn.schedules.primitives.hopper.items import known_parity
+from tvm_attn.schedules.primitives.hopper.multiply import (
+    begin_pv,
+    begin_qk,
+    wait_for_keys,
+    wait_for_pv,
+    wait_for_qk,
+    wait_for_values,
+)
+from tvm_attn.schedules.primitives.hopper.rows import (
+    close_rows,
+    hand_over_slot,
+    set_rows_aside,
+    take_queries,
+    wait_for_slot,
+)
+from tvm_attn.schedules.primitives.hopper.shared import HopperShared, comes_in_boxes
+from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
+from tvm_attn.schedules.primitives.hopper.softmax import (
+    move_references,
+    open_rows,
+    pack_weights,
+    relate,
+    rescale,
+    weigh,
+)
+from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap
+from tvm_attn.schedules.primitives.hopper.warpgroup import (
+    Warpgroup,
+    WarpgroupRegisters,
+    begin_turns,
+    meet,
+)
+from tvm_attn.schedules.primitives.merge import merge_unit
+from tvm_attn.schedules.primitives.scores import hide, logits, score_factor
+from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.tir.access import CacheAccess
+from tvm_attn.tir.arguments import Arguments, bind
+from tvm_attn.tir.hooks import Hooks
+from tvm_attn.tir.signature import close_over, ints, strided_rows
+from tvm_attn.worklist import NO_SLOT
+
+NUM_OUTPUTS = 5
+"""Trailing parameters that are written: partial_o, partial_lse, arrivals, out, lse."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Tensor maps of a kernel; those of q and out are None where their rows are no boxes."""
+
+    q: TensorMap | None
+    k: TensorMap
+    v: TensorMap
+    out: TensorMap | None
+
+    @staticmethod
+    def encode(
+        spec: AttentionSpec, tile: HopperTile, given: Arguments, q: Any, k: Any, v: Any, out: Any
+    ) -> Maps:
+        """Encode them, on the host."""
+        keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
+        if not comes_in_boxes(spec):
+            return Maps(None, keys, values, None)
+        queries = rows_map(q, given.q, spec.group_size)
+        if str(spec.o_dtype) == "float32":
+            return Maps(queries, keys, values, None)
+        return Maps(queries, keys, values, rows_map(out, given.outputs.out, spec.group_size))
+
+
+@T.inline
+def go_to_last_block(cta, group, task):
+    """Go to the last block of an item."""
+    group.place[0] = last_block(cta.tile, task, first_block(cta.tile, task))
+
+
+def has_rows(task: Task) -> Any:
+    """Whether an item has rows: it has, but the compiler does not know."""
+    return task.row_end > 0
+
+
+def all_is_seen(cta: Cta, group: Warpgroup, task: Task) -> Any:
+    """Whether all rows of the item see all keys of the block."""
+    last = group.kv0 + cta.tile.block - 1
+    return tirx.And(task.first_key <= group.kv0, task.sees_all(group.kv0, last))
+
+
+@T.inline
+def score(cta, group, task):
+    """Turn products into scores, where a hook does that, and hide keys, where some may be."""
+    logits(cta, task, group.kv0, has_rows(task))
+    if T.Not(all_is_seen(cta, group, task)):
+        hide(cta, task, group.kv0)
+
+
+@T.inline
+def attend_block(cta, group, task, factor):
+    """Attend to one more block of an item, whose rows are open."""
+    tiles, split = T.meta_var((cta.key_tiles, cta.tile.split))
+    group.take_turn()
+    begin_qk(cta, group)
+    wait_for_values(cta, group)
+    begin_pv(cta, group)
+    wait_for_qk(cta, group, 1)
+    score(cta, group, task)
+    group.flags.set("moved", T.bool(False))
+    relate(cta, group, factor, 0, split)
+    if group.flags.outgrown:
+        move_references(cta, group, 0, split)
+    weigh(cta, 0, split)
+    relate(cta, group, factor, split, tiles)
+    if group.flags.outgrown:
+        move_references(cta, group, split, tiles)
+    wait_for_pv(cta, group)
+    if group.flags.moved:
+        rescale(cta)
+    weigh(cta, split, tiles)
+    pack_weights(cta)
+
+
+@T.inline
+def weigh_first(cta, group):
+    """Weigh the scores of an item's first block."""
+    weigh(cta, 0, cta.key_tiles)
+    pack_weights(cta)
+    group.flags.set("adds", T.bool(False))
+
+
+@T.inline
+def finish_item(cta, group, given, task):
+    """Close the rows of an item and store them."""
+    close_rows(cta, group, task, given.outputs)
+    if cta.tile.holds_queries:
+        hand_over_slot(cta, group)
+
+
+@T.inline
+def merge_parts(cta, given, task, arrivals):
+    """Merge the parts of a unit, if the item was its last one."""
+    if task.slot != NO_SLOT:
+        verdict = T.meta_var(cta.shared.verdict)
+        arrive(task.slot, given.work.merge_indptr, arrivals, verdict, cta.thread, meet)
+        if verdict[0] != NOBODY:
+            merge_unit(cta, given, verdict[0])
+
+
+@T.inline
+def attend(cta, group, given, arrivals, t0, end):
+    """Attend from the query rows of all items to the keys of their KV ranges."""
+    t: T.int32 = t0
+    parity: T.int32 = 0
+    factor: T.float32 = 0.0
+    if group.index == 0:
+        begin_turns()
+    cta.shared.known.wait(0, t % cta.tile.tasks)
+    opening = T.meta_var(Task.of(cta, given.batch, t))
+    go_to_last_block(cta, group, opening)
+    factor = score_factor(cta, opening)
+    take_queries(cta, group, parity)
+    if cta.tile.holds_queries:
+        hand_over_slot(cta, group)
+    wait_for_keys(cta, group)
+    begin_qk(cta, group)
+    wait_for_qk(cta, group, 0)
+    score(cta, group, opening)
+    open_rows(cta, group, factor)
+    weigh_first(cta, group)
+    while t < end:
+        task = T.meta_var(Task.of(cta, given.batch, t))
+        following = T.meta_var(Task.of(cta, given.batch, t + 1))
+        group.place[0] = group.kv0 - cta.tile.block
+        while group.kv0 >= first_block(cta.tile, task):
+            wait_for_keys(cta, group)
+            attend_block(cta, group, task, factor)
+            group.place[0] = group.kv0 - cta.tile.block
+        if T.Not(T.bool(cta.tile.holds_queries)):
+            hand_over_slot(cta, group)
+        set_rows_aside(cta)
+        if t + 1 < end:
+            parity = T.bitwise_xor(parity, 1)
+            cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+            go_to_last_block(cta, group, following)
+            factor = score_factor(cta, following)
+            take_queries(cta, group, parity)
+            wait_for_keys(cta, group)
+            group.take_turn()
+            begin_qk(cta, group)
+            wait_for_values(cta, group)
+            begin_pv(cta, group)
+            wait_for_qk(cta, group, 1)
+            score(cta, group, following)
+            open_rows(cta, group, factor)
+            wait_for_pv(cta, group)
+            finish_item(cta, group, given, task)
+            weigh_first(cta, group)
+        else:
+            group.take_turn()
+            wait_for_values(cta, group)
+            begin_pv(cta, group)
+            wait_for_pv(cta, group)
+            if cta.tile.holds_queries:
+                wait_for_slot(cta, group, T.bitwise_xor(parity, 1))
+            finish_item(cta, group, given, task)
+        merge_parts(cta, given, task, arrivals)
+        t = t + 1
+
+
+@T.inline
+def copy(cta, given, maps, t0, end):
+    """Copy what the warpgroups that multiply need, and what they leave behind."""
+    shared = T.meta_var(cta.shared)
+    warp: T.let[T.int32] = of_lane(cta.warp, 0)
+    if warp == 0:
+        keys = T.meta_var(Cursor.begin(shared.keys, fills=True))
+        pages = T.meta_var(given.k.shape[0])
+        feed = T.meta_var(Feed(cta, maps.k, pages, shared.k, shared.dim_qk, shared.keys, keys))
+        feed_keys(feed, given, t0, end)
+    elif warp == 1:
+        values = T.meta_var(Cursor.begin(shared.values, fills=True))
+        pages = T.meta_var(given.v.shape[0])
+        feed = T.meta_var(Feed(cta, maps.v, pages, shared.v, shared.dim_vo, shared.values, values))
+        feed_values(feed, given, t0, end)
+    else:
+        serve_slot(cta, given, maps, warp - 2, t0, end)
+
+
+def attention(
+    spec: AttentionSpec, hooks: Hooks, tile: HopperTile, name: str = "attention"
+) -> tirx.PrimFunc:
+    """Generate attention for Hopper.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        What is compiled in.
+    hooks : Hooks
+        The variant, with its parameters bound to TIR variables.
+    tile : HopperTile
+        Blocks, and how they are copied.
+    name : str
+        Symbol of the function.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Parameters as of `tvm_attn.schedules.sm80.attention`.
+    """
+
+    @T.prim_func(check_well_formed=False)
+    def kernel(
+        q_h: T.handle,
+        k_h: T.handle,
+        v_h: T.handle,
+        items_h: T.handle,
+        cta_indptr_h: T.handle,
+        merge_items_h: T.handle,
+        merge_indptr_h: T.handle,
+        qo_indptr_h: T.handle,
+        kv_indptr_h: T.handle,
+        kv_indices_h: T.handle,
+        kv_len_h: T.handle,
+        q_pos_offset_h: T.handle,
+        kv_pos_offset_h: T.handle,
+        k_scale_h: T.handle,
+        v_scale_h: T.handle,
+        sm_scale: T.float32,
+        q_scale: T.float32,
+        lse_scale: T.float32,
+        partial_o_h: T.handle,
+        partial_lse_h: T.handle,
+        arrivals_h: T.handle,
+        out_h: T.handle,
+        lse_h: T.handle,
+    ):
+        given = T.meta_var(
+            bind(
+                spec,
+                hooks,
+                tile.rows,
+                strided_rows,
+                qkv=(q_h, k_h, v_h),
+                work=(items_h, cta_indptr_h, merge_items_h, merge_indptr_h),
+                batch=(
+                    qo_indptr_h,
+                    kv_indptr_h,
+                    kv_indices_h,
+                    kv_len_h,
+                    q_pos_offset_h,
+                    kv_pos_offset_h,
+                ),
+                scales=(k_scale_h, v_scale_h, sm_scale, q_scale),
+                outputs=(lse_scale, partial_o_h, partial_lse_h, out_h, lse_h),
+            )
+        )
+        arrivals = ints(arrivals_h, "arrivals")
+        q_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
+        k_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
+        v_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
+        out_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
+        maps = T.meta_var(Maps.encode(spec, tile, given, q_map, k_map, v_map, out_map))
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        c = T.cta_id([given.work.cta_indptr.shape[0] - 1])
+        thread = T.thread_id([tile.threads])
+        role = T.warpgroup_id([tile.threads // WARPGROUP_THREADS])
+        shared = T.meta_var(HopperShared.allocate(spec, tile))
+        scales = T.meta_var(given.scales)
+        lane = T.meta_var(Lane(thread % WARP))
+        t0: T.let[T.int32] = given.work.cta_indptr[c]
+        end: T.let[T.int32] = given.work.cta_indptr[c + 1]
+        copier = T.meta_var(
+            Cta(spec, hooks, tile, scales, thread, thread // WARP, lane, shared, None)
+        )
+        divide_by_page_size(copier, CacheAccess.of(spec, given.batch, given.k))
+        if thread == 0:
+            shared.initialise()
+            begin_barriers()
+        T.cuda.cta_sync()
+        if t0 < end:
+            if role == 0:
+                T.ptx["setmaxnreg.dec.sync.aligned.u32"](tile.copying)
+                copy(copier, given, maps, t0, end)
+            else:
+                T.ptx["setmaxnreg.inc.sync.aligned.u32"](tile.multiplying)
+                place = T.meta_var(thread - WARPGROUP_THREADS)
+                registers = T.meta_var(WarpgroupRegisters.allocate(tile, spec))
+                cta = T.meta_var(
+                    Cta(spec, hooks, tile, scales, place, place // WARP, lane, shared, registers)
+                )
+                group = T.meta_var(Warpgroup.begin(role - 1, tile, shared))
+                attend(cta, group, given, arrivals, t0, end)
+
+    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)

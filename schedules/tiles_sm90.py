@@ -1,0 +1,172 @@
+"""The tile of Hopper kernels: what a CTA of a copying and two multiplying warpgroups works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WORD_BYTES
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget
+from tvm_attn.variant import AttentionVariant
+
+CONSUMERS = 2
+"""Warpgroups that multiply."""
+WARPGROUP_ROWS = 64
+WARPGROUP_THREADS = 128
+COLUMN_GROUP = 64
+"""Elements of 128 bytes: dims are padded to multiples of them in shared memory."""
+WIDEST_HELD = 128
+"""Largest head dim of queries that a warpgroup holds in registers, besides all else."""
+BLOCKS, WIDE_BLOCKS = (128, 112, 96), (80, 64)
+"""Keys of a block that are tried, in this order, where queries are held in registers and not."""
+TASKS = 8
+"""Work items there is room for: one whose outputs are being stored to one that is four ahead."""
+REGISTERS, REGISTER_STEP = 504 * 128, 8
+"""Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
+BARRIER_BYTES = 256
+ELEMENT_BYTES = 2
+PAGE_UNIT = 8
+"""Tokens that a page must hold a multiple of for the copy engine: rows of a swizzle pattern."""
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile for rows of `dim` elements."""
+    return -(-dim // COLUMN_GROUP) * COLUMN_GROUP
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """A kernel's tile: 128 fused query rows against blocks of `block` keys.
+
+    Parameters
+    ----------
+    block : int
+        Keys of a block.
+    stages : int
+        Blocks of K and of V in shared memory.
+    box : int
+        Keys that are copied at a time: of pages, as many as divide a page and a block; of ragged K
+        and V, all of a block.
+    page : int
+        Slots of a page; 0 of ragged K and V.
+    holds_queries : bool
+        Whether queries are held in registers; outputs then pass through their slot.
+    split : int
+        Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
+    copying : int
+        Registers of a thread that copies.
+    """
+
+    block: int
+    stages: int
+    box: int
+    page: int
+    holds_queries: bool
+    split: int
+    copying: int = 40
+    family: Literal["long"] = "long"
+    overhead: int = 1
+    residents: int = 1
+
+    @property
+    def schedule(self) -> str:
+        """Return the schedule that makes its kernel."""
+        return "sm90"
+
+    @property
+    def granule(self) -> int:
+        """Keys in which the planner counts and cuts."""
+        return self.block
+
+    @property
+    def clusters(self) -> None:
+        """Sizes of clusters: items are not shared."""
+        return None
+
+    @property
+    def rows(self) -> int:
+        """Fused query rows of an item."""
+        return CONSUMERS * WARPGROUP_ROWS
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows that a warp has."""
+        return 1
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return CONSUMERS * 4
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return (CONSUMERS + 1) * WARPGROUP_THREADS
+
+    @property
+    def tasks(self) -> int:
+        """Work items that shared memory holds."""
+        return TASKS
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether an item's first block may begin with keys before its first."""
+        return self.page > 0
+
+    @property
+    def multiplying(self) -> int:
+        """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
+        left = REGISTERS // WARPGROUP_THREADS - self.copying
+        return left // CONSUMERS // REGISTER_STEP * REGISTER_STEP
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a block."""
+        return self.block // self.box
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Return the shared memory that a CTA asks for."""
+        dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
+        slot = max(dim_qk, dim_vo) if self.holds_queries else dim_qk
+        elements = self.rows * slot + self.stages * self.block * (dim_qk + dim_vo)
+        return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
+
+
+def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
+    """Return the tile of a Hopper kernel, and after it some with fewer registers.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Head dims and page size decide.
+    """
+    holds = max(spec.head_dim_qk, spec.dim_vo) <= WIDEST_HELD
+    return [
+        HopperTile(
+            block=block,
+            stages=2,
+            box=gcd(block, spec.page_size or block),
+            page=spec.page_size or 0,
+            holds_queries=holds,
+            split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
+        )
+        for block in (BLOCKS if holds else WIDE_BLOCKS)
+    ]
+
+
+def refuses(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> str:
+    """Return why Hopper's own kernel does not serve something; empty if it does."""
+    transforms = (variant.query_transform, variant.key_transform, variant.value_transform)
+    if target.arch is None or "wgmma" not in target.arch.features:
+        return f"{target} has no wgmma"
+    if spec.kv_dtype != spec.q_dtype:
+        return f"K and V are {spec.kv_dtype}, queries {spec.q_dtype}"
+    if any(hook is not None for hook in transforms):
+        return "rows are transformed"
+    if not variant.use_softmax:
+        return "there is no softmax"
+    if spec.page_size is not None and spec.page_size % PAGE_UNIT:
+        return f"pages of {spec.page_size} are no multiple of {PAGE_UNIT}"
+    return ""
