@@ -203,7 +203,7 @@ def attention(
         warp = T.warp_id([tile.warps])
         lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))
         shared = T.meta_var(StreamTiles.allocate(spec, tile, warp))
-        registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
+        registers = T.meta_var(Registers.allocate(tile, spec))
         queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
         pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
         reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))

@@ -26,7 +26,7 @@ from tvm_attn.schedules.primitives.gather import (
     make_v,
     note,
 )
-from tvm_attn.schedules.primitives.gemm import pv, qk
+from tvm_attn.schedules.primitives.gemm import hold_queries, pv, qk
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.registers import Registers
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
@@ -117,6 +117,9 @@ def attend(cta, task, following, q, k, v, t, end, s):
         is_last = T.meta_var(kv0 + block >= kv_end)
         wait_for_copies()
         T.cuda.cta_sync()
+        if cta.tile.holds_queries:
+            if kv0 == task.first_key:
+                hold_queries(cta)
         make_k(cta, task, s, kv0, kv_end)
         if kv0 + 2 * block < kv_end:
             look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
@@ -234,7 +237,7 @@ def attention(
         warp = T.meta_var(thread // WARP)
         lane = T.meta_var(Lane(thread % WARP))
         shared = T.meta_var(SharedTiles.allocate(spec, tile, transforms))
-        registers = T.meta_var(Registers.allocate(tile, spec.dim_vo))
+        registers = T.meta_var(Registers.allocate(tile, spec))
         cta = T.meta_var(
             Cta(spec, hooks, tile, given.scales, thread, warp, lane, shared, registers)
         )

@@ -19,6 +19,7 @@ WORSE = {
     "stages": "no block copied ahead",
     "block": "shorter blocks",
     "residents": "fewer CTAs on an SM",
+    "holds_queries": "queries are loaded again",
     "size": "slower size of a CTA",
     "passes": "states joined in more passes",
 }

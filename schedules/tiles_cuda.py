@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from tvm_attn.errors import SpecError, TargetError
 from tvm_attn.schedules.primitives.shapes import (
+    DEPTH,
     PARITIES,
     ROWS,
     TASK_WORDS,
@@ -37,7 +38,11 @@ LONG_ROWS = 128
 BLOCKS = (64, 48, 32, 16)
 WIDEST_PAIR = 128
 """Largest value dim of which a warp can hold two tiles of 16 rows."""
-OTHER_REGISTERS = 40
+STEPS_AHEAD = 2
+"""Steps whose queries a warp has in registers: of one, and of the next."""
+QUERY_REGISTERS = 4
+"""Registers of a thread for the queries of a step, for each tile of 16 rows."""
+OTHER_REGISTERS = 39
 """Registers of a thread besides accumulators: operands, state, addresses."""
 REGISTER_LIMIT = 255
 FEWER_REGISTERS = 8
@@ -66,6 +71,7 @@ class Rank(NamedTuple):
     stages: int
     block: int
     residents: int
+    holds_queries: bool
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,8 @@ class CudaTile:
         CTAs that share a multiprocessor.
     overhead : int
         What an item costs besides its keys, in blocks: for the planner's cost model.
+    holds_queries : bool
+        Whether a warp keeps all of its queries in registers, rather than load them for each block.
 
     Raises
     ------
@@ -101,6 +109,7 @@ class CudaTile:
     stages: int
     residents: int
     overhead: int = 1
+    holds_queries: bool = False
 
     def __post_init__(self) -> None:
         """Validate."""
@@ -158,10 +167,15 @@ class CudaTile:
         sizes.append((TASKS * TASK_WORDS + 1) * WORD_BYTES)
         return sum(sizes)
 
+    def query_steps(self, spec: AttentionSpec) -> int:
+        """Return how many steps of `DEPTH` elements there are in registers, of queries."""
+        return spec.head_dim_qk // DEPTH if self.holds_queries else STEPS_AHEAD
+
     def registers(self, spec: AttentionSpec) -> int:
         """Estimate the registers of a thread."""
         accumulators = self.row_tiles * (spec.dim_vo + self.block) // 2
-        return accumulators + OTHER_REGISTERS
+        queries = self.row_tiles * QUERY_REGISTERS * (self.query_steps(spec) - STEPS_AHEAD)
+        return accumulators + queries + OTHER_REGISTERS
 
     def rank(self) -> tuple[int, ...]:
         """Return how good it is."""
@@ -173,6 +187,7 @@ class CudaTile:
             stages=self.stages,
             block=self.block,
             residents=self.residents,
+            holds_queries=self.holds_queries,
         )
 
 
@@ -267,6 +282,13 @@ def tiles_to_try(
 
 def _tiles(spec: AttentionSpec, family: Kind) -> Iterator[CudaTile]:
     """Yield the tiles that may be considered."""
+    for tile in _shapes(spec, family):
+        yield tile
+        if family == "long" and tile.row_tiles == 1:
+            yield replace(tile, holds_queries=True)
+
+
+def _shapes(spec: AttentionSpec, family: Kind) -> Iterator[CudaTile]:
     for block in BLOCKS:
         for stages in (2, 1):
             if family == "short":

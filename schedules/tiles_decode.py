@@ -178,7 +178,7 @@ def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
-            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes)
+            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes=passes)
 
 
 def _can_hold(spec: AttentionSpec) -> bool:

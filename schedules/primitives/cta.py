@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tvm_attn.schedules.primitives.fragments import HALVES, Lane, accumulator
+from tvm_attn.schedules.primitives.fragments import HALVES, LEFT, Lane, accumulator
 from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.hooks import Hooks
@@ -76,6 +76,10 @@ class Cta:
     def score(self, m: Expr, n: Expr, half: Expr = 0, e: Expr = 0) -> Expr:
         """Index of a score among the lane's."""
         return accumulator(m, n, self.key_tiles, half, e)
+
+    def query(self, d: Expr, m: Expr) -> Expr:
+        """Index of the first register of the queries of step `d` and row tile `m`."""
+        return (d % self.tile.query_steps(self.spec) * self.row_tiles + m) * LEFT
 
     def out(self, m: Expr, n: Expr, half: Expr = 0, e: Expr = 0) -> Expr:
         """Index of an output element among the lane's."""

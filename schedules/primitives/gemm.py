@@ -30,8 +30,15 @@ def load_queries(cta, d):
     at = T.meta_var(cta.lane.left_address())
     for m in T.unroll(cta.row_tiles):
         row = T.meta_var(cta.first_place + m * ROWS + at[0])
-        first = T.meta_var((d % 2 * cta.row_tiles + m) * LEFT)
-        load_matrices(cta.registers.left, first, cta.shared.q.pointer(0, row, d * DEPTH + at[1]))
+        pointer = T.meta_var(cta.shared.q.pointer(0, row, d * DEPTH + at[1]))
+        load_matrices(cta.registers.left, cta.query(d, m), pointer)
+
+
+@T.inline
+def hold_queries(cta):
+    """Load the warp's queries of all steps."""
+    for d in T.unroll(cta.spec.head_dim_qk // DEPTH):
+        load_queries(cta, d)
 
 
 @T.inline
@@ -65,7 +72,8 @@ def qk(cta, s, first, second):
     late = T.meta_var(max(steps // 2, early))
     for i in T.unroll(cta.row_tiles * cta.key_tiles * ACCUMULATORS):
         r.score[i] = f32(0.0)
-    load_queries(cta, 0)
+    if not cta.tile.holds_queries:
+        load_queries(cta, 0)
     load_keys(cta, s, 0, tiles)
     for d in T.unroll(steps):
         if d == early:
@@ -77,14 +85,14 @@ def qk(cta, s, first, second):
             step = T.meta_var(d * tiles + n)
             if step + 1 < steps * tiles:
                 load_keys(cta, s, step + 1, tiles)
-            if T.And(n == max(tiles - 2, 0), d + 1 < steps):
-                load_queries(cta, d + 1)
+            if not cta.tile.holds_queries:
+                if T.And(n == max(tiles - 2, 0), d + 1 < steps):
+                    load_queries(cta, d + 1)
             for m in T.unroll(cta.row_tiles):
                 for h in T.unroll(2):
                     at = T.meta_var(cta.score(m, n * 2 + h))
-                    left = T.meta_var((d % 2 * cta.row_tiles + m) * LEFT)
                     right = T.meta_var(step % 2 * PAIR + h * RIGHT)
-                    multiply(cta.dtype, r.score, at, r.left, left, r.right, right)
+                    multiply(cta.dtype, r.score, at, r.left, cta.query(d, m), r.right, right)
 
 
 @T.inline
@@ -101,7 +109,7 @@ def weigh(cta, factor, j):
                         r.score[at + e] * factor, r.reference[i]
                     )
                     r.total[i] = r.total[i] + r.score[at + e]
-                pack(cta.dtype, r.left[m * LEFT + n * 2 + h], r.score[at], r.score[at + 1])
+                pack(cta.dtype, r.weight[m * LEFT + n * 2 + h], r.score[at], r.score[at + 1])
 
 
 @T.inline
@@ -121,4 +129,4 @@ def pv(cta, factor, s):
                 for h in T.unroll(2):
                     at = T.meta_var(cta.out(m, n * 2 + h))
                     right = T.meta_var(step % 2 * PAIR + h * RIGHT)
-                    multiply(cta.dtype, r.out, at, r.left, m * LEFT, r.right, right)
+                    multiply(cta.dtype, r.out, at, r.weight, m * LEFT, r.right, right)

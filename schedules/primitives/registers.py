@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, LEFT, RIGHT
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.spec import AttentionSpec
 
 KEEP = r"""
 __device__ __forceinline__ unsigned keep(unsigned value) {
@@ -33,7 +34,8 @@ def held(value: Any) -> Any:
 class Registers:
     """Registers of a lane; its row ``i`` is half ``i % 2`` of the warp's row tile ``i // 2``.
 
-    ``score, out`` are float32 accumulators; ``left, right`` operands, of one step and the next;
+    ``score, out`` are float32 accumulators; ``left, right, weight`` operands: queries and keys or
+    values of one step and the next, or all queries, and the weights of one step;
     ``reference, total, best, scale`` are float32, one for each of the lane's rows, and ``limit`` is
     int32.
     """
@@ -42,6 +44,7 @@ class Registers:
     out: Any
     left: Any
     right: Any
+    weight: Any
     reference: Any
     limit: Any
     total: Any
@@ -49,18 +52,20 @@ class Registers:
     scale: Any
 
     @staticmethod
-    def allocate(tile: CudaTile, dim_vo: int) -> Registers:
+    def allocate(tile: CudaTile, spec: AttentionSpec) -> Registers:
         """Allocate the registers of a lane."""
         rows = HALVES * tile.row_tiles
         scores, outs = (
-            tile.row_tiles * columns // COLUMNS * ACCUMULATORS for columns in (tile.block, dim_vo)
+            tile.row_tiles * columns // COLUMNS * ACCUMULATORS
+            for columns in (tile.block, spec.dim_vo)
         )
         state = ("reference", "total", "best", "scale")
         return Registers(
             score=T.alloc_local((scores,), "float32"),
             out=T.alloc_local((outs,), "float32"),
-            left=T.alloc_local((2 * tile.row_tiles * LEFT,), "uint32"),
+            left=T.alloc_local((tile.query_steps(spec) * tile.row_tiles * LEFT,), "uint32"),
             right=T.alloc_local((2 * HALVES * RIGHT,), "uint32"),
+            weight=T.alloc_local((tile.row_tiles * LEFT,), "uint32"),
             limit=T.alloc_local((rows,), "int32"),
             **{name: T.alloc_local((rows,), "float32") for name in state},
         )
