@@ -79,12 +79,12 @@ def begin(cta, work, batch, q, ahead, t, end):
         wait_for_previous(cta)
     derive_keys(cta, first)
     T.cuda.warp_sync()
-    look_up(cta, ahead, t)
+    look_up(cta, ahead, t, t)
     if is_early:
         wait_for_previous(cta)
     load_q(cta, first, q, t)
     commit_copies()
-    run_ahead(cta, ahead, t)
+    run_ahead(cta, ahead, t, t)
     T.ptx.cp.async_.wait_group(1)
     T.cuda.cta_sync()
 
@@ -114,7 +114,7 @@ def attend(cta, task, ahead, t, end, s):
     init_state(cta)
     kv0: T.int32 = cta.first_key(task)
     while kv0 < task.end_key:
-        catch_up(cta, ahead, T.min(t + 1, end - 1), s)
+        catch_up(cta, ahead, t, T.min(t + 1, end - 1), s)
         qk(cta, t, s)
         logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
@@ -223,6 +223,8 @@ def attention(
             arrive_at_cluster()
         if t < end:
             begin(cta, work, batch, q, ahead, t, end)
+        else:
+            wait_for_previous(cta)  # for kernels to come, which wait for this one alone
         while t < end:
             task = T.meta_var(Task.of(cta, batch, t))
             prepare(cta, work, batch, q, t, end)

@@ -73,7 +73,8 @@ def copy_block(cta, tile, s, places, place):
     Neighbouring lanes copy neighbouring chunks.
     """
     chunks = T.meta_var(tile.columns // tile.chunk)
-    turns = T.meta_var(-(-tile.rows * chunks // WARP))
+    total = T.meta_var(tile.rows * chunks)
+    turns = T.meta_var(-(-total // WARP))
     rows = T.alloc_local((turns,), "uint32")
     for i in T.unroll(turns):
         row = T.meta_var((i * WARP + cta.lane.index) // chunks)
@@ -81,7 +82,7 @@ def copy_block(cta, tile, s, places, place):
     for i in T.unroll(turns):
         at = T.meta_var(i * WARP + cta.lane.index)
         column = T.meta_var(at % chunks * tile.chunk)
-        if at < tile.rows * chunks:
+        if T.Or(T.bool(total % WARP == 0), at < total):
             copy_chunk(
                 tile.pointer(cta.stage(s), at // chunks, column),
                 places.pointer(rows[i], column),
@@ -104,8 +105,12 @@ def gather_v(cta, ahead):
 
 
 @T.inline
-def look_up(cta, ahead, last):
-    """Look up the pages of the warp's next block, of an item up to `last`: nothing waits yet."""
+def look_up(cta, ahead, t, last):
+    """Look up the pages of the warp's next block, of items `t` to `last`: nothing waits yet.
+
+    A warp that had no keys of the items before `t` did not look at them, and their words are gone.
+    """
+    ahead.set(Cursor.ITEM, T.max(ahead[Cursor.ITEM], t - 1))
     while T.And(ahead[Cursor.KEY] >= ahead[Cursor.END], ahead[Cursor.ITEM] < last):
         ahead.set(Cursor.ITEM, ahead[Cursor.ITEM] + 1)
         task = T.meta_var(Task.of(cta, ahead.batch, ahead[Cursor.ITEM]))
@@ -128,7 +133,7 @@ def look_up(cta, ahead, last):
 
 
 @T.inline
-def run_ahead(cta, ahead, last):
+def run_ahead(cta, ahead, t, last):
     """Begin to copy the next block, if its pages were looked up, and look up those after it."""
     T.cuda.warp_sync()  # all lanes are done with what is overwritten
     if ahead[Cursor.FOUND] != 0:
@@ -136,15 +141,18 @@ def run_ahead(cta, ahead, last):
         gather_v(cta, ahead)
         ahead.set(Cursor.COPIED, ahead[Cursor.COPIED] + 1)
     commit_copies()
-    look_up(cta, ahead, last)
+    look_up(cta, ahead, t, last)
 
 
 @T.inline
-def catch_up(cta, ahead, last, s):
-    """Run ahead until the block at position `s` is copied, and once more: then wait for it."""
+def catch_up(cta, ahead, t, last, s):
+    """Run ahead until the block at position `s` is copied, and once more: then wait for it.
+
+    Blocks are those of items `t`, the one at work, to `last`.
+    """
     is_copied: T.int32 = 0
     while is_copied == 0:
         is_copied = T.Cast("int32", ahead[Cursor.COPIED] > s)
-        run_ahead(cta, ahead, last)
+        run_ahead(cta, ahead, t, last)
     T.ptx.cp.async_.wait_group(1)
     T.cuda.warp_sync()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.batches import Batch
-from tests.cases import spec_of, variant
+from tests.cases import check, spec_of, variant
 from tests.machine import Machine
 from tests.test_semantics import assert_same_bits
 from tvm_attn._pairwise import Row
@@ -80,6 +80,17 @@ def test_every_kind_of_batch(machine: Machine, kind: str) -> None:
     plan = plan_of(machine, batch)
     assert [work.family.name for work in plan.work] == ["decode"]
     assert_same_bits(machine.check("causal", batch), machine.check("causal", batch))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 3])
+@pytest.mark.parametrize("longest", [5, 20, 70])
+def test_queues_of_many_short_items(machine: Machine, longest: int, num_ctas: int) -> None:
+    """Some warps have no keys of many items in a row, and then some again."""
+    spec = spec_of(PLAIN)
+    lens = [n * n % (longest + 1) for n in range(500)]
+    batch = batch_of(machine, spec, [*lens, 300, *lens])
+    module = machine.kernel("causal", spec).with_ctas(num_ctas)
+    check("causal", batch, module=module)
 
 
 @pytest.mark.parametrize("qo_len", [1, 2, 3, 4, 5, 16])
