@@ -326,10 +326,12 @@ class AttentionModule:
 
     def __str__(self) -> str:
         """Return what it is, in a few lines."""
-        tiles = ", ".join(f"{f.name} {f.rows}x{f.block}" for f in self._distinct_families())
+        tiles = ", ".join(map(_tile, self._distinct_families()))
+        reason = self._artifact.meta.get("why")
+        why = f" (not sm90: {reason})" if reason else ""
         return (
             f"AttentionModule: {self.variant}\n  spec    {self.spec}\n"
-            f"  target  {self.target}, schedule {self.backend}{self._machine.describe()}\n"
+            f"  target  {self.target}, schedule {self.backend}{why}{self._machine.describe()}\n"
             f"  tiles   {tiles} (rows x keys)\n{self._uses()}"
             f"  params  {', '.join(p.name for p in self.params) or 'none'}"
         )
@@ -380,3 +382,9 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
 def param_from_json(fields: dict[str, Any]) -> Param:
     """Return a parameter from its JSON form."""
     return Param(**{**fields, "shape": tuple(fields["shape"])})
+
+
+def _tile(family: Family) -> str:
+    """Return a query tile, and on a GPU what made its kernel, in words."""
+    by = "" if family.schedule == "cpu" else f" by {family.schedule}"
+    return f"{family.name} {family.rows}x{family.block}{by}"

@@ -31,6 +31,8 @@ class Family:
         Fixed cost of an item, in blocks.
     residents : int
         CTAs at a time of a multiprocessor (on a CPU: of a thread).
+    schedule : str
+        What made its kernel: ``"cpu"``, ``"decode"``, ``"sm80"`` or ``"sm90"``.
     cached_tokens : int
         KV tokens of one head that a cache holds for all CTAs; 0 if they share none.
     cluster : int
@@ -42,6 +44,7 @@ class Family:
     block: int
     overhead: int
     residents: int = 1
+    schedule: str = "cpu"
     cached_tokens: int = 0
     cluster: int = 0
 

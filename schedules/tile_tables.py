@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_attn.schedules import families as kinds
+from tvm_attn.schedules import tiles_sm90
 from tvm_attn.schedules.tiles import cpu_tiles
 from tvm_attn.schedules.tiles_cuda import FULL_BLOCK, REGISTER_LIMIT, Candidate, Kind
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
+from tvm_attn.variant import AttentionVariant
 
 WORSE = {
     "has_full_blocks": f"blocks under {FULL_BLOCK} keys",
@@ -52,6 +54,25 @@ def tile_tables(
     if reason := kinds.refuses_decode(spec, target, makes):
         tables.insert(1, TileTable(f"no decode family: {reason}", (), ()))
     return tables
+
+
+def hopper_table(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> TileTable:
+    """Return the tiles of Hopper's own kernel for long requests, or why there is none."""
+    if reason := tiles_sm90.refuses(spec, variant, target):
+        return TileTable(f"no Hopper kernel: {reason}", (), ())
+    columns = ("rows x keys", "stages", "keys of a copy", "shared bytes", "registers", "try", "")
+    rows = tuple(
+        (
+            *(_product((tile.rows, tile.block)), str(tile.stages), str(tile.box)),
+            *(f"{tile.shared_bytes(spec):,}", str(tile.multiplying), str(number)),
+            "chosen" if number == 1 else "shorter blocks",
+        )
+        for number, tile in enumerate(tiles_sm90.tiles_to_try(spec), start=1)
+    )
+    title = (
+        "long family by Hopper's own kernel (schedule='sm80' takes the tiles of the table below)"
+    )
+    return TileTable(title, columns, rows)
 
 
 def _of_cpu(spec: AttentionSpec, target: BuildTarget) -> TileTable:

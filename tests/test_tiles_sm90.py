@@ -88,3 +88,30 @@ def test_a_kernel_asks_for_as_much_as_its_tile_says() -> None:
     kernel = generate_kernel(SPEC, variants.causal(), tile, HOPPER)
     assert kernel.threads == tile.threads
     assert 0 <= tile.shared_bytes(SPEC) - kernel.shared_bytes < 256
+
+
+def test_tables_have_it_or_say_why_not() -> None:
+    titles = [table.title for table in pipeline.tile_tables(SPEC, None, HOPPER)]
+    assert any(title.startswith("long family by Hopper's own kernel") for title in titles)
+    titles = [table.title for table in pipeline.tile_tables(spec(page_size=1), None, HOPPER)]
+    assert "no Hopper kernel: pages of 1 are no multiple of 8" in titles
+    titles = [table.title for table in pipeline.tile_tables(SPEC, None, "cuda -arch=sm_80")]
+    assert not any("Hopper" in title for title in titles)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "schedule", "said"),
+    [
+        (16, None, "schedule sm90"),
+        (1, None, "schedule sm80 (not sm90: pages of 1 are no multiple of 8)"),
+        (16, "sm80", "schedule sm80"),
+    ],
+)
+def test_a_kernel_says_what_made_it_and_why(
+    page_size: int, schedule: str | None, said: str
+) -> None:
+    module = pipeline.build(spec(page_size=page_size), None, HOPPER, schedule=schedule)
+    assert said in str(module)
+    assert ("(not sm90" in str(module)) == ("(not sm90" in said)
+    assert module.backend == module.families[-1].schedule == said.split()[1]
+    assert f"by {module.backend}" in str(module)

@@ -36,9 +36,23 @@ def query_tiles(
 def explain_tiles(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> list[Any]:
     """Return tables of the query tiles that there are to choose from; see `tile_tables`."""
     from tvm_attn.schedules.families import makes_of
-    from tvm_attn.schedules.tile_tables import tile_tables
+    from tvm_attn.schedules.tile_tables import hopper_table, tile_tables
 
-    return list(tile_tables(spec, target, makes_of(variant)))
+    tables = list(tile_tables(spec, target, makes_of(variant)))
+    if target.arch and "wgmma" in target.arch.features:
+        tables.insert(-1, hopper_table(spec, variant, target))
+    return tables
+
+
+def explain_choice(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget, schedule: str | None
+) -> str:
+    """Return why a card's own kernel was not chosen; empty if it was, or has none, or was asked."""
+    if target.arch is None or "wgmma" not in target.arch.features or schedule is not None:
+        return ""
+    from tvm_attn.schedules.tiles_sm90 import refuses
+
+    return refuses(spec, variant, target)
 
 
 def compile_functions(
@@ -116,6 +130,7 @@ def generate_kernel(
             "families": [
                 {
                     **{"name": t.family, "rows": t.rows},
+                    "schedule": t.schedule if target.arch else "cpu",
                     **{"block": t.granule if target.arch else t.block},
                     **{"overhead": t.overhead, "residents": shares[name]},
                     "cached_tokens": cached if t.family == "long" else 0,

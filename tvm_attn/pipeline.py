@@ -13,6 +13,7 @@ from typing import Any
 from tvm_attn import _compat, _progress, env
 from tvm_attn._generation import (
     compile_functions,
+    explain_choice,
     explain_tiles,
     generate_kernel,
     generate_planner,
@@ -123,7 +124,8 @@ def build(
     artifact = Artifact(
         {
             **kernel.meta,
-            "backend": backend,
+            "backend": kernel.meta["families"][-1]["schedule"],
+            "why": explain_choice(spec, hooks.variant, built_for, schedule),
             "spec": asdict(spec),
             "variant": str(hooks.variant),
             "params": [asdict(param) for param in hooks.variant.params],
