@@ -15,6 +15,7 @@ HEADERS = ("nvidia/cu13/include", "nvidia/cu13/include/cccl")
 
 PRELUDE = """\
 #define INFINITY __int_as_float(0x7f800000)
+struct alignas(64) CUtensorMap { unsigned long long words[16]; };
 #line 1
 """
 """What generated code may use, and nvcc has from headers of the host; headers of CUDA that have it

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from tests.compiling import FIND
 from tvm_attn import variants
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
-from tvm_attn.codegen.compilers import Compiled, find_nvcc, require_compiler
+from tvm_attn.codegen.compilers import Compiled, CudaCompiler
 from tvm_attn.runtime.disassembly import disassemble
 from tvm_attn.schedules.tiles_sm90 import tiles_to_try
 from tvm_attn.spec import AttentionSpec
@@ -22,7 +23,7 @@ EXPONENTIALS = 64
 """Of a lane, for a block of 128 keys."""
 
 
-def compiled(spec: AttentionSpec, variant: AttentionVariant) -> Compiled:
+def compiled(spec: AttentionSpec, variant: AttentionVariant, compiler: CudaCompiler) -> Compiled:
     """Compile a Hopper kernel, in a process of its own."""
 
     def work(_: object) -> Compiled:
@@ -32,20 +33,20 @@ def compiled(spec: AttentionSpec, variant: AttentionVariant) -> Compiled:
         function = sm90.attention(spec, Hooks(variant), tiles_to_try(spec)[0])
         generated = cuda.generate({"attention": function}, TARGET, "tirx")
         assert TARGET.arch is not None
-        return cuda.compile_source(
-            require_compiler(), "attention", generated.device.source, TARGET.arch
-        )
+        source = generated.device.source
+        return cuda.compile_source(compiler, "attention", source, TARGET.arch)
 
     with Child("a kernel", work) as child:
         result: Compiled = child.result()
         return result
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_the_pipeline_is_what_it_is_written_to_be(page_size: int | None) -> None:
+@pytest.mark.parametrize(("kind", "page_size"), [("nvcc", None), ("nvcc", 16), ("nvrtc", 16)])
+def test_the_pipeline_is_what_it_is_written_to_be(kind: str, page_size: int | None) -> None:
+    if (compiler := FIND[kind]()) is None:
+        pytest.skip(f"there is no {kind}")
     spec = AttentionSpec(32, 8, 128, q_dtype="bfloat16", page_size=page_size)
-    made = compiled(spec, variants.causal())
+    made = compiled(spec, variants.causal(), compiler)
     assert "0 bytes stack frame, 0 bytes spill stores" in made.report
     assert "C75" not in made.report, "multiplications are serialised"
     code = disassemble(made.cubin)
