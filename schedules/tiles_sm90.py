@@ -19,7 +19,7 @@ COLUMN_GROUP = 64
 """Elements of 128 bytes: dims are padded to multiples of them in shared memory."""
 WIDEST_HELD = 128
 """Largest head dim of queries that a warpgroup holds in registers, besides all else."""
-BLOCKS, WIDE_BLOCKS = (128, 112, 96), (80, 64)
+BLOCKS, WIDE_BLOCKS = (128, 112, 96), (80,)
 """Keys of a block that are tried, in this order, where queries are held in registers and not."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
