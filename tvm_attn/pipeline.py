@@ -95,11 +95,7 @@ def build(
         "variant": fingerprint(hooks, spec),
         "target": built_for.key(),
         "backend": backend,
-        "tiles": [
-            asdict(tile)
-            for ranked in query_tiles(spec, hooks.variant, built_for, schedule).values()
-            for tile in ranked
-        ],
+        "tiles": _tiles_to_try(spec, hooks.variant, built_for, schedule),
     }
     with _progress.stages(progress) as report:
         kernel_part = _Part(
@@ -283,6 +279,14 @@ def _backend(target: BuildTarget, schedule: str | None) -> str:
         names = " or ".join(map(repr, allowed))
         raise TargetError(f"schedule={schedule!r} is no backend for {target}; use {names}, or None")
     return schedule or allowed[0]
+
+
+def _tiles_to_try(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget, schedule: str | None
+) -> list[dict[str, Any]]:
+    """Return what the kernels may be made of, as JSON-able values."""
+    ranked = query_tiles(spec, variant, target, schedule).values()
+    return [asdict(tile) for tiles in ranked for tile in tiles]
 
 
 def _build_job(index: int) -> int:
