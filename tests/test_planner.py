@@ -23,6 +23,7 @@ from tests.planning import (
     check_even,
     compile_function,
     ints,
+    long_word,
     run,
     verdict,
 )
@@ -165,6 +166,27 @@ def test_work_is_dealt_in_parts_that_share_a_cache() -> None:
     ]
     assert all(a <= b for queue in parts for a, b in pairwise(queue))
     assert len({part for queue in parts for part in queue}) == 8
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens"),
+    [
+        ((4096, 256), (4096, 60_000)),
+        ((8192, 300), (8192, 40_000)),
+        ((4096, 8192, 300, 2000), (4096, 8192, 40_000, 9000)),
+        ((4096, 128, 2048, 256), (4096, 100_128, 2048, 60_256)),
+        ((512, 2048), (30_512, 2048)),
+    ],
+)
+def test_parts_do_not_make_loads_uneven(
+    qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int
+) -> None:
+    shape = {"ctas": 132, "group": 32 // heads, "tile": 128, "block": 128, "overhead": 1}
+    at_once = {"heads_at_once": 1, "tokens_at_once": 65_536}
+    made = run(Work(qo_lens, kv_lens, heads, mask="causal", **shape, **at_once))
+    total = long_word(made.header, Header.TOTAL_LOAD_LO)
+    assert made.header[Header.MAX_LOAD] * 132 <= 1.1 * total
 
 
 def test_causal_prefill_is_even_and_whole() -> None:

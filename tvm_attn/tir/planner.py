@@ -211,7 +211,7 @@ def deal(plan, table, units, line, machine, at_once, bins, load, out):
         table.slots = plan.slots
         table.merges = plan.merges
         if at_once[0] > 0:
-            deal_greedy(table, machine, *at_once, bins, load, out, plan.max_load)
+            deal_greedy(table, machine, *at_once, bins, load, out, plan)
         else:
             deal_snake(table, machine, out)
         write_merges(table, machine, out)

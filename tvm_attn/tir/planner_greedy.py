@@ -12,7 +12,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_deal import SORT_BINS, write_heads
-from tvm_attn.tir.planner_ints import as_bit, assign, div, low_word, var, wide
+from tvm_attn.tir.planner_ints import INT32_MAX, as_bit, assign, div, low_word, var, wide
 from tvm_attn.tir.planner_units import Table
 from tvm_attn.worklist import Item
 
@@ -115,15 +115,22 @@ def go_over_units(table, machine, heads_at_once, heap, visit):
         begin = end
 
 
-@T.inline
-def deal_greedy(table, machine, heads_at_once, tokens_at_once, bins, heap, out, max_load):
-    """Deal the units of a table; `max_load` becomes that of the longest CTA.
+def is_uneven(max_load: Any, total: Any, num_ctas: Any) -> Any:
+    """Whether the longest CTA has more than a twentieth above the mean."""
+    return max_load * wide(num_ctas) * T.int64(20) > total * T.int64(21)
 
-    They are dealt twice: CTAs' items are counted, then written.
+
+@T.inline
+def deal_greedy(table, machine, heads_at_once, tokens_at_once, bins, heap, out, plan):
+    """Deal the units of a table; ``plan.max_load`` becomes that of the longest CTA.
+
+    They are dealt twice: CTAs' items are counted, then written. If parts make them uneven, as long
+    units of the last part do, all units are one part.
     """
     indptr = T.meta_var(out.cta_indptr)
-    for i in T.serial(machine.num_ctas + 1):
-        indptr[i] = 0
+    heads = var(heads_at_once)
+    tokens = var(tokens_at_once)
+    is_dealt = var(0)
 
     @T.inline
     def count(row, head, cta):
@@ -134,15 +141,23 @@ def deal_greedy(table, machine, heads_at_once, tokens_at_once, bins, heap, out, 
         write_heads(out.items, lambda _: indptr[cta], table, row, head, 1)
         indptr[cta] = indptr[cta] + 1
 
-    part_requests(table, tokens_at_once)
-    sort_by_part(table, bins)
-    go_over_units(table, machine, heads_at_once, heap, count)
+    for attempt in T.serial(2):
+        if is_dealt == 0:
+            if attempt == 1:
+                heads = machine.heads.value
+                tokens = INT32_MAX
+            part_requests(table, tokens)
+            sort_by_part(table, bins)
+            for i in T.serial(machine.num_ctas + 1):
+                indptr[i] = 0
+            go_over_units(table, machine, heads, heap, count)
+            plan.max_load = T.int64(0)
+            for i in T.serial(machine.num_ctas):
+                plan.max_load = T.max(plan.max_load, load_of(heap[i]))
+            is_dealt = as_bit(T.Not(is_uneven(plan.max_load, plan.total, machine.num_ctas)))
     for i in T.serial(machine.num_ctas):
         indptr[i + 1] = indptr[i + 1] + indptr[i]
-    go_over_units(table, machine, heads_at_once, heap, write)
+    go_over_units(table, machine, heads, heap, write)
     for i in T.serial(machine.num_ctas):
         indptr[machine.num_ctas - i] = indptr[machine.num_ctas - i - 1]
     indptr[0] = 0
-    max_load = T.int64(0)
-    for i in T.serial(machine.num_ctas):
-        max_load = T.max(max_load, load_of(heap[i]))
