@@ -66,8 +66,8 @@ def build(
     target : object, optional
         What to generate code for, in any form `parse_target` takes; this CPU by default.
     schedule : str, optional
-        Forces a backend: ``"sm80"`` or, on Hopper, ``"sm90"`` on a GPU (for requests of more than 64
-        fused rows), ``"cpu"`` on a CPU; by default the library chooses, and `print` says why.
+        Forces a backend: ``"cpu"`` on a CPU, ``"sm80"`` on a GPU or, for the long requests of a
+        Hopper, ``"sm90"``. By default the library chooses, and the kernel's text says why.
     progress : callable, optional
         Called with the name of each stage. Without it, a terminal shows them while they last.
 
