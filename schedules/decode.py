@@ -33,7 +33,7 @@ from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers, held
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
+from tvm_attn.schedules.primitives.staging import commit_copies, settle_warp, wait_for_copies
 from tvm_attn.schedules.primitives.stream_gemm import pv, qk
 from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles
 from tvm_attn.schedules.primitives.task import (
@@ -54,14 +54,6 @@ NUM_OUTPUTS = 6
 
 
 @T.inline
-def settle():
-    """Wait until all that the warp copied is there for all of its lanes."""
-    commit_copies()
-    wait_for_copies()
-    T.cuda.warp_sync()
-
-
-@T.inline
 def begin(cta, work, batch, q, ahead, t, end):
     """Read the first items, and begin to copy the first one's queries and the warp's first block.
 
@@ -71,10 +63,10 @@ def begin(cta, work, batch, q, ahead, t, end):
     is_early = T.meta_var(cta.hooks.variant.logits_transform is None)
     for i in T.unroll(3):
         read_item(cta.own, work.items, t + i, end)
-    settle()
+    settle_warp()
     read_request(cta.own, batch, t, end)
     read_request(cta.own, batch, t + 1, end)
-    settle()
+    settle_warp()
     if not is_early:
         wait_for_previous(cta)
     derive_keys(cta, first)
@@ -123,7 +115,7 @@ def attend(cta, task, ahead, t, end, s):
         s = s + 1
         kv0 = kv0 + cta.turn
     if kv0 < cta.first_key(task) + 2 * cta.turn:
-        settle()  # what was begun for the next items is not waited for otherwise
+        settle_warp()  # what was begun for the next items is not waited for otherwise
 
 
 def attention(

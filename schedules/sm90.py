@@ -64,7 +64,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.scores import hide, logits, score_factor
+from tvm_attn.schedules.primitives.scores import logits, mask, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
@@ -113,29 +113,28 @@ def has_rows(task: Task) -> Any:
     return task.row_end > 0
 
 
-def all_is_seen(cta: Cta, group: Warpgroup, task: Task) -> Any:
-    """Whether all rows of the item see all keys of the block."""
-    last = group.kv0 + cta.tile.block - 1
-    return tirx.And(task.first_key <= group.kv0, task.sees_all(group.kv0, last))
-
-
 @T.inline
 def score(cta, group, task):
     """Turn products into scores, where a hook does that, and hide keys, where some may be."""
     logits(cta, task, group.kv0, has_rows(task))
-    if T.Not(all_is_seen(cta, group, task)):
-        hide(cta, task, group.kv0)
+    mask(cta, task, group.kv0)
+
+
+@T.inline
+def begin_products(cta, group):
+    """Begin queries times the next keys, and weights times the next values; wait for the former."""
+    group.take_turn()
+    begin_qk(cta, group)
+    wait_for_values(cta, group)
+    begin_pv(cta, group)
+    wait_for_qk(cta, group, 1)
 
 
 @T.inline
 def attend_block(cta, group, task, factor):
     """Attend to one more block of an item, whose rows are open."""
     tiles, split = T.meta_var((cta.key_tiles, cta.tile.split))
-    group.take_turn()
-    begin_qk(cta, group)
-    wait_for_values(cta, group)
-    begin_pv(cta, group)
-    wait_for_qk(cta, group, 1)
+    begin_products(cta, group)
     score(cta, group, task)
     group.flags.set("moved", T.bool(False))
     relate(cta, group, factor, 0, split)
@@ -207,7 +206,7 @@ def attend(cta, group, given, arrivals, t0, end):
             wait_for_keys(cta, group)
             attend_block(cta, group, task, factor)
             group.place[0] = group.kv0 - cta.tile.block
-        if T.Not(T.bool(cta.tile.holds_queries)):
+        if not cta.tile.holds_queries:
             hand_over_slot(cta, group)
         set_rows_aside(cta)
         if t + 1 < end:
@@ -217,11 +216,7 @@ def attend(cta, group, given, arrivals, t0, end):
             factor = score_factor(cta, following)
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
-            group.take_turn()
-            begin_qk(cta, group)
-            wait_for_values(cta, group)
-            begin_pv(cta, group)
-            wait_for_qk(cta, group, 1)
+            begin_products(cta, group)
             score(cta, group, following)
             open_rows(cta, group, factor)
             wait_for_pv(cta, group)

@@ -13,7 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import ALL_LANES
+from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.places import NO_PLACE, Places
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, copy_chunk
@@ -78,7 +78,7 @@ def copy_block(cta, tile, s, places, place):
     rows = T.alloc_local((turns,), "uint32")
     for i in T.unroll(turns):
         row = T.meta_var((i * WARP + cta.lane.index) // chunks)
-        rows[i] = T.cuda.__shfl_sync(T.uint32(ALL_LANES), place, row % WARP, WARP)
+        rows[i] = of_lane(place, row % WARP)
     for i in T.unroll(turns):
         at = T.meta_var(i * WARP + cta.lane.index)
         column = T.meta_var(at % chunks * tile.chunk)

@@ -22,7 +22,7 @@ HALVES = 2
 """Groups of 8 rows: a lane holds one row of each."""
 ALL_LANES = 0xFFFFFFFF
 
-_PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
+PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def load_matrices(registers: Any, first: Any, pointer: Expr, *, transposed: bool
 
 def multiply(dtype: str, out: Any, at: Any, left: Any, a: Any, right: Any, b: Any) -> Expr:
     """Add the product of ``left[a:a + 4]`` and ``right[b:b + 2]`` to ``out[at:at + 4]``."""
-    name = _PTX_NAMES[dtype]
+    name = PTX_NAMES[dtype]
     accumulators = [out[at + i] for i in range(ACCUMULATORS)]
     return T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"](
         *accumulators,
@@ -80,7 +80,7 @@ def multiply(dtype: str, out: Any, at: Any, left: Any, a: Any, right: Any, b: An
 
 def pack(dtype: str, register: Any, low: Expr, high: Expr) -> Expr:
     """Round two float32 to a register of two 16-bit elements."""
-    return T.ptx[f"cvt.rn.{_PTX_NAMES[dtype]}x2.f32"](register, high, low)
+    return T.ptx[f"cvt.rn.{PTX_NAMES[dtype]}x2.f32"](register, high, low)
 
 
 def any_lane(condition: Expr) -> Expr:

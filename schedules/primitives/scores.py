@@ -180,10 +180,16 @@ def hide(cta, task, kv0):
         hide_outside(cta, rows, ranges, kv0)
 
 
+def all_is_seen(cta: Cta, task: Any, kv0: Expr) -> Expr:
+    """Whether all rows of an item see all keys of a block."""
+    seen = task.sees_all(kv0, kv0 + cta.tile.block - 1)
+    return tirx.And(task.first_key <= kv0, seen) if cta.tile.begins_early else seen
+
+
 @T.inline
 def mask(cta, task, kv0):
     """Hide keys, in a block where some may be hidden."""
-    if T.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)):
+    if T.Not(all_is_seen(cta, task, kv0)):
         hide(cta, task, kv0)
 
 

@@ -183,3 +183,11 @@ def commit_copies() -> Expr:
 def wait_for_copies() -> Expr:
     """Wait for all of this thread's copies."""
     return T.ptx.cp.async_.wait_group(0)
+
+
+@T.inline
+def settle_warp():
+    """Wait until all that the warp copied is there for all of its lanes."""
+    commit_copies()
+    wait_for_copies()
+    T.cuda.warp_sync()

@@ -17,10 +17,10 @@ from tvm_attn.schedules.primitives.hopper.items import (
     meet_next_item,
     task_access,
 )
-from tvm_attn.schedules.primitives.hopper.tensor_maps import ROW_ELEMENTS, TensorMap, encode
+from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap, encode
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.primitives.task import Task
-from tvm_attn.schedules.tiles_sm90 import HopperTile
+from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
@@ -30,8 +30,8 @@ def block_map(spec: AttentionSpec, tile: HopperTile, handle: Any, cache: Any) ->
     """Encode the map of K or V: ``(dim, token, head)``, of pages ``(dim, slot, head, page)``."""
     page, slot, head, dim = (0, 2, 1, 3) if spec.kv_layout == "HND" else (0, 1, 2, 3)
     if not spec.is_paged:
-        return encode(handle, cache, (dim, page, head), (ROW_ELEMENTS, tile.box, 1))
-    return encode(handle, cache, (dim, slot, head, page), (ROW_ELEMENTS, tile.box, 1, 1))
+        return encode(handle, cache, (dim, page, head), (COLUMN_GROUP, tile.box, 1))
+    return encode(handle, cache, (dim, slot, head, page), (COLUMN_GROUP, tile.box, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Feed:
     @property
     def groups(self) -> int:
         """Groups of columns."""
-        return self.dim // ROW_ELEMENTS
+        return self.dim // COLUMN_GROUP
 
     @property
     def group_elements(self) -> int:
         """Elements of a group of columns of a block."""
-        return int(self.cta.tile.block * ROW_ELEMENTS)
+        return int(self.cta.tile.block * COLUMN_GROUP)
 
     @property
     def block_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Feed:
     def pointer(self, group: Expr, row: Expr, column: Expr = 0) -> Expr:
         """Address of an element of the stage to fill, as if it were not swizzled."""
         tile = self.at.stage * self.groups + group
-        return self.tile.ptr_to([tile * self.group_elements + row * ROW_ELEMENTS + column])
+        return self.tile.ptr_to([tile * self.group_elements + row * COLUMN_GROUP + column])
 
 
 def first_block(tile: HopperTile, task: Any) -> Expr:
@@ -104,7 +104,7 @@ def copy_ragged(feed, begin, head, kv0, barrier):
     if feed.cta.lane.index == 0:
         for group in T.unroll(feed.groups):
             feed.map.load(
-                feed.pointer(group, 0), (group * ROW_ELEMENTS, begin + kv0, head), barrier
+                feed.pointer(group, 0), (group * COLUMN_GROUP, begin + kv0, head), barrier
             )
 
 
@@ -122,7 +122,7 @@ def copy_pages(feed, head, where, barrier):
             for group in T.unroll(feed.groups):
                 feed.map.load(
                     feed.pointer(group, i * tile.box),
-                    (group * ROW_ELEMENTS, slots[i], head, pages[i]),
+                    (group * COLUMN_GROUP, slots[i], head, pages[i]),
                     barrier,
                 )
 
@@ -147,7 +147,7 @@ def zero_chunk(pointer: Expr) -> Expr:
 @T.inline
 def zero_rows(feed, first, end):
     """Zero the rows of a block outside of `first` to `end`: what is there may be no number."""
-    chunks = T.meta_var(ROW_ELEMENTS * itemsize(feed.cta.dtype) // CHUNK_BYTES)
+    chunks = T.meta_var(COLUMN_GROUP * itemsize(feed.cta.dtype) // CHUNK_BYTES)
     elements = T.meta_var(CHUNK_BYTES // itemsize(feed.cta.dtype))
     per_turn = T.meta_var(WARP // chunks)
     for turn in T.serial(feed.cta.tile.block // per_turn):

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.staging import commit_copies, wait_for_copies
+from tvm_attn.schedules.primitives.staging import settle_warp
 from tvm_attn.schedules.primitives.task import (
     Task,
     TaskAccess,
@@ -31,14 +31,6 @@ def task_access(cta: Cta, task: Task, batch: Any, cache: Any) -> TaskAccess:
 
 
 @T.inline
-def settle_here():
-    """Wait until all that the warp copied is there for all its lanes."""
-    commit_copies()
-    wait_for_copies()
-    T.cuda.warp_sync()
-
-
-@T.inline
 def make_known(cta, given, t):
     """Let the other warps know item `t`."""
     task = T.meta_var(Task.of(cta, given.batch, t))
@@ -53,10 +45,10 @@ def meet_first_items(cta, given, t0, end):
     """Read the first three items of a queue, and make the first one known."""
     for i in T.unroll(3):
         read_item(cta, given.work.items, t0 + i, end)
-    settle_here()
+    settle_warp()
     for i in T.unroll(2):
         read_request(cta, given.batch, t0 + i, end)
-    settle_here()
+    settle_warp()
     if t0 < end:
         make_known(cta, given, t0)
 
@@ -64,7 +56,7 @@ def meet_first_items(cta, given, t0, end):
 @T.inline
 def meet_next_item(cta, given, t, end):
     """While item `t` is worked on, make the next one known, and read on."""
-    settle_here()
+    settle_warp()
     if t + 1 < end:
         make_known(cta, given, t + 1)
     read_request(cta, given.batch, t + 2, end)

@@ -8,9 +8,14 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.hopper.barriers import Barriers, Pipe
-from tvm_attn.schedules.primitives.hopper.tensor_maps import ROW_ELEMENTS
 from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WARP
-from tvm_attn.schedules.tiles_sm90 import CONSUMERS, WARPGROUP_ROWS, HopperTile, padded
+from tvm_attn.schedules.tiles_sm90 import (
+    COLUMN_GROUP,
+    CONSUMERS,
+    WARPGROUP_ROWS,
+    HopperTile,
+    padded,
+)
 from tvm_attn.spec import AttentionSpec
 
 BARRIER_ALIGNMENT, TILE_ALIGNMENT = 8, 1024
@@ -52,13 +57,12 @@ class HopperShared:
         dim_slot = max(dim_qk, dim_vo) if tile.holds_queries else dim_qk
         sizes = [tile.rows * dim_slot, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
         q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
-        warps = WARP // 8 * CONSUMERS  # that use a stage
         fetchers = 1 if comes_in_boxes(spec) else WARP
         arrivals = [
-            *([1] * tile.stages, [warps] * tile.stages) * 2,
+            *([1] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
                 [fetchers] * CONSUMERS,
-                [warps // CONSUMERS] * CONSUMERS,
+                [tile.warps // CONSUMERS] * CONSUMERS,
                 [1],
                 [1] * tile.tasks,
             ),
@@ -104,6 +108,6 @@ def comes_in_boxes(spec: AttentionSpec) -> bool:
 
 def tile_index(rows: int, row: Any, column: Any) -> Any:
     """Index of an element of a tile of `rows`, as the copy engine places it."""
-    chunk = column % ROW_ELEMENTS // 8
+    chunk = column % COLUMN_GROUP // 8
     swizzled = T.bitwise_xor(chunk, row % 8) * 8 + column % 8
-    return column // ROW_ELEMENTS * (rows * ROW_ELEMENTS) + row * ROW_ELEMENTS + swizzled
+    return column // COLUMN_GROUP * (rows * COLUMN_GROUP) + row * COLUMN_GROUP + swizzled

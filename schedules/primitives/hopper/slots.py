@@ -18,7 +18,6 @@ from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.items import known_parity
 from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes, tile_index
 from tvm_attn.schedules.primitives.hopper.tensor_maps import (
-    ROW_ELEMENTS,
     TensorMap,
     close_stores,
     encode,
@@ -27,7 +26,7 @@ from tvm_attn.schedules.primitives.hopper.tensor_maps import (
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.primitives.staging import copy_chunk
 from tvm_attn.schedules.primitives.task import Task
-from tvm_attn.schedules.tiles_sm90 import ELEMENT_BYTES, WARPGROUP_ROWS, padded
+from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, ELEMENT_BYTES, WARPGROUP_ROWS, padded
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
@@ -121,7 +120,7 @@ def store_outputs(cta, given, index, t):
 def rows_map(handle: Any, tensor: Any, group_size: int) -> TensorMap:
     """Encode the map of q or out, ``(dim, head, token)``: a box has all of a slot's fused rows."""
     tokens = WARPGROUP_ROWS // group_size
-    return encode(handle, tensor, (2, 1, 0), (ROW_ELEMENTS, group_size, tokens))
+    return encode(handle, tensor, (2, 1, 0), (COLUMN_GROUP, group_size, tokens))
 
 
 def box_of_slot(task: Task, index: Expr, column: Expr) -> tuple[Expr, Expr, Expr]:
@@ -146,8 +145,8 @@ def begin_queries(cta, given, maps, index, t):
             columns = T.meta_var(padded(cta.spec.head_dim_qk))
             barriers = T.meta_var(cta.shared.queries)
             barriers.expect(WARPGROUP_ROWS * columns * ELEMENT_BYTES, index)
-            for group in T.unroll(columns // ROW_ELEMENTS):
-                column = T.meta_var(group * ROW_ELEMENTS)
+            for group in T.unroll(columns // COLUMN_GROUP):
+                column = T.meta_var(group * COLUMN_GROUP)
                 maps.q.load(
                     slot_pointer(cta.shared, index, 0, column),
                     box_of_slot(task, index, column),
@@ -164,8 +163,8 @@ def finish_outputs(cta, given, maps, index, t):
     if comes_in_boxes(cta.spec):
         if task.row_end - task.row0 >= (index + 1) * WARPGROUP_ROWS:
             if cta.lane.index == 0:
-                for group in T.unroll(padded(cta.spec.dim_vo) // ROW_ELEMENTS):
-                    column = T.meta_var(group * ROW_ELEMENTS)
+                for group in T.unroll(padded(cta.spec.dim_vo) // COLUMN_GROUP):
+                    column = T.meta_var(group * COLUMN_GROUP)
                     source = T.meta_var(slot_pointer(cta.shared, index, 0, column))
                     maps.out.store(box_of_slot(task, index, column), source)
                 close_stores()

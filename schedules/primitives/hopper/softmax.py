@@ -21,8 +21,8 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     ACCUMULATORS,
-    ALL_LANES,
     HALVES,
+    any_lane,
     over_row,
     pack,
 )
@@ -44,11 +44,6 @@ __device__ __forceinline__ int largest_of_three(int a, float b, float c) {
 def bits_of(value: float) -> int:
     """Return a float32's bits as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def any_lane(condition: Expr) -> Expr:
-    """Whether a condition holds in any lane of the warp, as an int32."""
-    return T.cuda.any_sync(T.uint32(ALL_LANES), T.Cast("int32", condition))
 
 
 def reference(cta: Cta, i: Expr) -> Expr:

@@ -18,8 +18,6 @@ from tvm_attn.variant import Expr
 
 SWIZZLE_128B, PROMOTE_128B = 3, 2
 """Of `cuTensorMapEncodeTiled`: the swizzle, and how much of a line the L2 cache fetches."""
-ROW_ELEMENTS = 64
-"""16-bit elements in a row of a box: 128 bytes."""
 
 
 @dataclass(frozen=True)

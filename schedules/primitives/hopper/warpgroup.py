@@ -13,12 +13,13 @@ from tvm_attn.schedules.primitives.hopper.barriers import Cursor
 from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.wgmma import Operand, keys_operand, values_operand
 from tvm_attn.schedules.primitives.shapes import COLUMNS
-from tvm_attn.schedules.tiles_sm90 import CONSUMERS, HopperTile
+from tvm_attn.schedules.tiles_sm90 import CONSUMERS, WARPGROUP_THREADS, HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import Expr
 
 TURN, TOGETHER = 1, 3
 """Named barriers: the first of two by whose turn it is, and that of both warpgroups."""
+THREADS = CONSUMERS * WARPGROUP_THREADS
 
 
 @dataclass(frozen=True)
@@ -155,18 +156,18 @@ class Warpgroup:
 
     def take_turn(self) -> Expr:
         """Wait for the other warpgroup to have begun its multiplications."""
-        return T.ptx.bar.sync(T.uint32(TURN) + tirx.Cast("uint32", self.index), 256)
+        return T.ptx.bar.sync(T.uint32(TURN) + tirx.Cast("uint32", self.index), THREADS)
 
     def pass_turn(self) -> Expr:
         """Let the other warpgroup begin its multiplications."""
-        return T.ptx.bar.arrive(T.uint32(TURN + 1) - tirx.Cast("uint32", self.index), 256)
+        return T.ptx.bar.arrive(T.uint32(TURN + 1) - tirx.Cast("uint32", self.index), THREADS)
 
 
 def begin_turns() -> Expr:
     """Let the first warpgroup have the first turn; it says so itself."""
-    return T.ptx.bar.arrive(T.uint32(TURN), 256)
+    return T.ptx.bar.arrive(T.uint32(TURN), THREADS)
 
 
 def meet() -> Expr:
     """Wait for both warpgroups."""
-    return T.ptx.bar.sync(T.uint32(TOGETHER), 256)
+    return T.ptx.bar.sync(T.uint32(TOGETHER), THREADS)

@@ -12,9 +12,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import LEFT
-from tvm_attn.schedules.primitives.hopper.tensor_maps import ROW_ELEMENTS
+from tvm_attn.schedules.primitives.fragments import LEFT, PTX_NAMES
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, DEPTH
+from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
@@ -22,7 +22,6 @@ ROW_BYTES = 128
 EIGHT_ROWS = 8 * ROW_BYTES // CHUNK_BYTES
 """From 8 rows of a tile to the next 8, in chunks, as descriptors count."""
 SWIZZLE = 3
-_PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
 _HOLD = """
 __device__ __forceinline__ void hold_{type}({type}& x) {{
@@ -77,7 +76,7 @@ class Operand:
 
     def depth(self, step: int) -> int:
         """Chunks from a tile to 16 of its columns: a step of a product over columns."""
-        halves, rest = divmod(step * DEPTH, ROW_ELEMENTS)
+        halves, rest = divmod(step * DEPTH, COLUMN_GROUP)
         return halves * self.half_chunks + rest * itemsize("float16") // CHUNK_BYTES
 
 
@@ -138,7 +137,7 @@ def wait_for_groups(pending: int) -> Expr:
 
 
 def _name(dtype: str, out: Any) -> str:
-    columns, name = 2 * int(out.shape[0]), _PTX_NAMES[dtype]
+    columns, name = 2 * int(out.shape[0]), PTX_NAMES[dtype]
     return f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{name}.{name}"
 
 
