@@ -111,7 +111,7 @@ def multiply_values(cta, n, register):
     r = T.meta_var(cta.registers)
     for h in T.unroll(2):
         at = T.meta_var(cta.out(0, n * 2 + h))
-        multiply(cta.dtype, r.out, at, r.left, 0, r.right, register + h * RIGHT)
+        multiply(cta.dtype, r.out, at, r.weight, 0, r.right, register + h * RIGHT)
 
 
 @T.inline
@@ -129,7 +129,7 @@ def multiply_wide_values(cta, n, register):
                 widen(str(cta.spec.kv_dtype), word, wide[j], wide[RIGHT + j])
             for h in T.unroll(2):
                 at = T.meta_var(cta.out(0, (n * 2 + i) * 2 + h))
-                multiply(cta.dtype, r.out, at, r.left, 0, wide, h * RIGHT)
+                multiply(cta.dtype, r.out, at, r.weight, 0, wide, h * RIGHT)
 
 
 @T.inline

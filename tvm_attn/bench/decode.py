@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,8 +124,12 @@ def in_graph(work: Work) -> Work:
         stream.synchronize()
         with cuda.graph(graph, stream=stream):
             work()
-    replay: Work = graph.replay
-    return replay
+    return partial(_replay, graph, work)
+
+
+def _replay(graph: Any, work: Work) -> None:
+    """Replay a graph of some work, which owns the tensors that the graph reads and writes."""
+    graph.replay()
 
 
 def measure(row: Row, build: Build, target: str, rounds: int) -> dict[str, Any]:
