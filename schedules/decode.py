@@ -35,7 +35,7 @@ from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.staging import commit_copies, settle_warp, wait_for_copies
 from tvm_attn.schedules.primitives.stream_gemm import pv, qk
-from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles
+from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles, run_bits
 from tvm_attn.schedules.primitives.task import (
     Task,
     read_item,
@@ -199,8 +199,9 @@ def attention(
         queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
         pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
         reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
+        runs = T.meta_var(run_bits(spec, tile, pages))
         who = T.meta_var(
-            (thread, warp, lane, shared, registers, queries, pages, reciprocal, size, rank)
+            (thread, warp, lane, shared, registers, queries, pages, reciprocal, runs, size, rank)
         )
         cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who))
         t: T.int32 = work.cta_indptr[c]

@@ -102,6 +102,11 @@ class DecodeTile(CudaTile):
         """Keys that plans count, and cut between."""
         return GRANULE
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether an item's first block may begin with keys before its first: with a page's."""
+        return True
+
     def __post_init__(self) -> None:
         """Validate."""
         sizes = (self.warps, self.residents, self.passes)
@@ -128,8 +133,8 @@ class DecodeTile(CudaTile):
         """Return the shared memory that a CTA asks for."""
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
-        rows = pitch(spec.head_dim_qk, kv_dtype) + pitch(spec.dim_vo, kv_dtype)
-        ring = self.stages * self.block * rows * itemsize(kv_dtype)
+        row = (spec.head_dim_qk + spec.dim_vo) * itemsize(kv_dtype)
+        ring = self.stages * self.block * row
         state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
         closed = 2 * self.state_rows * WORD_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+from itertools import product
 
 import pytest
+from tvm import tirx
+from tvm.sym import Analyzer
 
 from tests.generating import generate_kernel
 from tvm_attn.schedules import decode
 from tvm_attn.schedules.families import tiles_to_try
 from tvm_attn.schedules.primitives import ahead, join
+from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES
+from tvm_attn.schedules.primitives.staging import SwizzledTile
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import parse_target
@@ -75,6 +80,33 @@ def test_float8_is_widened_in_registers(kv_dtype: str) -> None:
     kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
     assert f"widen_{kv_dtype.split('_')[1].removesuffix('fn')}(" in kernel.body
     assert ".f32.f16.f16.f32" in kernel.source and "f32.bf16.bf16" not in kernel.source
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("columns", [16, 48, 64, 80, 96, 112, 128, 192, 256])
+def test_a_tile_without_padding_has_no_bank_conflicts(columns: int, dtype: str) -> None:
+    """Eight rows of a matrix are in eight groups of banks, and every element has its own place."""
+    rows, stages, line = 16, 2, 128
+    tile = SwizzledTile(None, 0, rows, columns, stages, dtype)
+    places = [
+        [int(tile.index(stage, row, column)) for column in range(0, columns, tile.chunk)]
+        for stage, row in product(range(stages), range(rows))
+    ]
+    chunks = sorted(place for row in places for place in row)
+    assert chunks == list(range(0, stages * rows * columns, tile.chunk))
+    for row, chunk in product(range(0, stages * rows, 8), range(columns // tile.chunk)):
+        matrix = [places[row + i][chunk] * CHUNK_BYTES // tile.chunk % line for i in range(8)]
+        assert sorted(matrix) == list(range(0, line, CHUNK_BYTES))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("columns", [16, 48, 64, 80, 128, 192, 256])
+def test_pairs_of_chunks_are_where_their_elements_are(columns: int, dtype: str) -> None:
+    tile = SwizzledTile(None, tirx.const(0, "uint32"), 16, columns, 2, dtype)
+    size = CHUNK_BYTES // tile.chunk
+    for row, chunk in product(range(16), range(columns // tile.chunk)):
+        pointer = Analyzer().simplify(tile.chunk_pointer(1, row, chunk % 2, chunk // 2))
+        assert int(pointer) == int(tile.index(1, row, chunk * tile.chunk)) * size
 
 
 def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:

@@ -15,8 +15,9 @@ from tvm_attn.variant import Expr
 
 @dataclass(frozen=True)
 class HeldTask(Task):
-    """A task whose end, and which of whose keys all rows see, are at hand."""
+    """A task whose keys, and which of them all rows see, are at hand."""
 
+    begin: Expr
     end: Expr
     seen_from: Expr
     seen_to: Expr
@@ -24,10 +25,15 @@ class HeldTask(Task):
     @staticmethod
     def hold(task: Task) -> HeldTask:
         """Read them."""
-        words = (Derived.END_KEY, Derived.FIRST_SEEN, Derived.LAST_SEEN)
+        words = (Derived.FIRST_KEY, Derived.END_KEY, Derived.FIRST_SEEN, Derived.LAST_SEEN)
         held = (T.Bind(task.words[task.first + word]) for word in words)
         fields = (task.hooks, task.group_size, task.batch, task.request, task.kv_head)
         return HeldTask(*fields, task.words, task.first, *held)
+
+    @property
+    def first_key(self) -> Expr:
+        """First key to attend to."""
+        return self.begin
 
     @property
     def end_key(self) -> Expr:

@@ -13,7 +13,6 @@ from tvm_attn.schedules.primitives.registers import held
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
-NO_PLACE = 0xFFFFFFFF
 LARGEST_UNIT = 2**20
 """Elements."""
 LOWEST_BIT = r"""
@@ -27,6 +26,12 @@ __device__ __forceinline__ void* units_after(void* base, unsigned units, unsigne
 }
 """
 """In one instruction, which sums and casts of 64 bits do not become."""
+
+
+def lowest_bit(bits: Expr) -> Expr:
+    """Return the place of the lowest bit that is set, int64."""
+    given = {"source_code": LOWEST_BIT, "return_type": "int64"}
+    return T.cuda.func_call("lowest_bit", bits, **given)
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,7 @@ class Places:
             for size, stride in zip(cache.shape[:3], cache.strides[:3], strict=True)
         ]
         bits = reduce(tirx.bitwise_or, strides, T.int64(LARGEST_UNIT))
-        given = {"source_code": LOWEST_BIT, "return_type": "int64"}
-        shift = T.Bind(T.cuda.func_call("lowest_bit", bits, **given))
+        shift = T.Bind(lowest_bit(bits))
         page, second, third = (
             held(tirx.Cast("uint32", tirx.shift_right(stride, shift))) for stride in strides
         )

@@ -77,6 +77,49 @@ class SharedTile:
         return self.origin + tirx.Cast("uint32", offset)
 
 
+@dataclass(frozen=True)
+class SwizzledTile(SharedTile):
+    """A tile without padding, where the chunks of a row are in an order of the row's own.
+
+    Eight neighbouring rows, from a multiple of eight on, have the same chunk in eight different
+    groups of banks, as those of a padded tile do. But a line of the cache is copied to one line of
+    shared memory here, and to parts of two there, at which a multiprocessor's copies do not keep up
+    with the memory.
+    """
+
+    @staticmethod
+    def allocate(pool: Any, rows: int, columns: int, dtype: str, stages: int = 1) -> SwizzledTile:
+        """Allocate a tile in a pool of shared memory."""
+        buffer = pool.alloc((stages * rows * columns,), dtype, align=128)
+        return SwizzledTile(buffer, shared_address(buffer), rows, columns, stages, dtype)
+
+    @property
+    def ordered(self) -> int:
+        """Chunks next to each other that rows have in orders of their own."""
+        return math.gcd(self.columns // self.chunk, LINE_CHUNKS)
+
+    def order(self, row: Expr) -> Expr:
+        """Return what the numbers of a row's chunks are combined with to find their places."""
+        return tirx.floormod(tirx.floordiv(row, LINE_CHUNKS // self.ordered), self.ordered)
+
+    def index(self, stage: Expr, row: Expr, column: Expr) -> Expr:
+        """Index of an element in the buffer."""
+        chunk = tirx.bitwise_xor(tirx.floordiv(column, self.chunk), self.order(row))
+        begin = (stage * self.rows + row) * self.columns + chunk * self.chunk
+        return begin + tirx.floormod(column, self.chunk)
+
+    def chunk_pointer(self, stage: Expr, row: Expr, chunk: Expr, pair: Expr) -> Expr:
+        """Address of the chunk 0 or 1 of a row's `pair`-th pair of chunks, for many pairs."""
+        if self.ordered == 1:
+            return self.pointer(stage, row, (2 * pair + chunk) * self.chunk)
+        whole = tirx.floordiv(2 * pair, self.ordered) * self.ordered
+        place = tirx.bitwise_xor(chunk, self.order(row)) * CHUNK_BYTES
+        rest = tirx.floormod(2 * pair, self.ordered) * CHUNK_BYTES
+        begin = (stage * self.rows + row) * self.columns * itemsize(self.dtype)
+        offset = begin + tirx.bitwise_xor(place, rest) + whole * CHUNK_BYTES
+        return self.origin + tirx.Cast("uint32", offset)
+
+
 def copy_chunk(destination: Expr, source: Expr, is_valid: Expr) -> Expr:
     """Begin to copy 16 bytes to shared memory, or to zero them."""
     size = T.Select(is_valid, T.uint32(CHUNK_BYTES), T.uint32(0))

@@ -18,7 +18,7 @@ from tvm_attn.schedules.primitives.fragments import (
 )
 from tvm_attn.schedules.primitives.gemm import PAIR, weigh
 from tvm_attn.schedules.primitives.queries import hold_step
-from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
+from tvm_attn.schedules.primitives.shapes import COLUMNS, DEPTH, ROWS
 from tvm_attn.schedules.primitives.streams import StreamingCta
 from tvm_attn.schedules.primitives.widened import swap_inner, widen
 from tvm_attn.tir.states import f32
@@ -34,8 +34,7 @@ def load_keys(cta, s, n, step, register):
     """Load 16 keys of a block, 32 bytes of each, into four registers."""
     k = T.meta_var(cta.shared.k)
     at = T.meta_var(cta.lane.right_address())
-    column = T.meta_var((step * DEPTH + at[1]) * (2 if cta.is_widened else 1))
-    pointer = T.meta_var(k.pointer(cta.stage(s), n * ROWS + at[0], column))
+    pointer = T.meta_var(k.chunk_pointer(cta.stage(s), n * ROWS + at[0], at[1] // COLUMNS, step))
     load_matrices(cta.registers.right, register, pointer)
 
 
@@ -44,8 +43,7 @@ def load_values(cta, s, j, n, register):
     """Load 32 bytes of 16 values of a block, transposed, into four registers."""
     v = T.meta_var(cta.shared.v)
     at = T.meta_var(cta.lane.left_address())
-    column = T.meta_var((n * ROWS + at[1]) * (2 if cta.is_widened else 1))
-    pointer = T.meta_var(v.pointer(cta.stage(s), j * DEPTH + at[0], column))
+    pointer = T.meta_var(v.chunk_pointer(cta.stage(s), j * DEPTH + at[0], at[1] // COLUMNS, n))
     load_matrices(cta.registers.right, register, pointer, transposed=True)
 
 

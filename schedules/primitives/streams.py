@@ -9,8 +9,17 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS, TASK_WORDS, TASKS, WORD_BYTES
-from tvm_attn.schedules.primitives.staging import SharedTile, shared_address
+from tvm_attn.schedules.primitives.places import lowest_bit
+from tvm_attn.schedules.primitives.registers import held
+from tvm_attn.schedules.primitives.shapes import (
+    COLUMNS,
+    ROWS,
+    TASK_WORDS,
+    TASKS,
+    WARP,
+    WORD_BYTES,
+)
+from tvm_attn.schedules.primitives.staging import SharedTile, SwizzledTile, shared_address
 from tvm_attn.schedules.tiles_decode import DecodeTile, state_pitch
 from tvm_attn.spec import FP8_DTYPES, AttentionSpec
 from tvm_attn.variant import Expr
@@ -44,7 +53,7 @@ class StreamTiles:
         stages, columns = tile.warps * tile.stages, state_pitch(tile.part(spec.dim_vo))
         q = SharedTile.allocate(pool, tile.rows, spec.head_dim_qk, q_dtype, 2)
         k, v = (
-            SharedTile.allocate(pool, tile.block, dim, kv_dtype, stages)
+            SwizzledTile.allocate(pool, tile.block, dim, kv_dtype, stages)
             for dim in (spec.head_dim_qk, spec.dim_vo)
         )
         rows = tile.warps * tile.rows
@@ -75,6 +84,14 @@ class StreamTiles:
         return _address(self.origins[2], warp * ROWS + place)
 
 
+def run_bits(spec: AttentionSpec, tile: DecodeTile, page_size: Expr) -> Expr:
+    """Return the logarithm of the longest runs of tokens that blocks and pages are made of."""
+    if not spec.is_paged:
+        return tirx.const(tile.block.bit_length() - 1, "int32")
+    size = tirx.Cast("int64", tirx.bitwise_or(page_size, tile.block))
+    return tirx.Cast("int32", held(tirx.Cast("uint32", lowest_bit(size))))
+
+
 def _address(origin: Expr, index: Expr) -> Expr:
     return origin + tirx.Cast("uint32", index * WORD_BYTES)
 
@@ -89,7 +106,8 @@ def _part(buffer: Any, size: int, warp: Expr) -> Any:
 class StreamingCta(Cta):
     """A CTA whose warps have the same query rows, in registers, and keys of their own.
 
-    The tokens of an item are dealt to the warps in turns, a block at a time.
+    The tokens of an item are dealt to the warps in turns, a block at a time. Blocks are looked up
+    in runs of ``2**run_bits`` tokens, none of which are in more than one page.
     """
 
     tile: DecodeTile
@@ -97,6 +115,7 @@ class StreamingCta(Cta):
     queries: Any
     page_size: Expr
     page_reciprocal: Expr
+    run_bits: Expr
     cluster: Expr
     rank: Expr
 
@@ -136,8 +155,30 @@ class StreamingCta(Cta):
         return self.cluster * (self.tile.warps * self.tile.block)
 
     def first_key(self, task: Any) -> Expr:
-        """First key of a task that is this warp's."""
-        return task.first_key + (self.rank * self.tile.warps + self.warp) * self.tile.block
+        """First key of a task that is this warp's: the item's first run is a whole one."""
+        first = tirx.shift_left(tirx.shift_right(task.first_key, self.run_bits), self.run_bits)
+        return first + (self.rank * self.tile.warps + self.warp) * self.tile.block
+
+    @property
+    def lanes_of_block(self) -> Expr:
+        """Lanes that know where a block's tokens are: one for each run."""
+        return tirx.shift_right(tirx.const(self.tile.block, "int32"), self.run_bits)
+
+    @property
+    def tokens_of_lanes(self) -> Expr:
+        """Tokens from the first block that lanes look up together to the first one after them."""
+        return tirx.shift_left(self.turn * (WARP // self.tile.block), self.run_bits)
+
+    @property
+    def token_of_lane(self) -> Expr:
+        """Token that the lane looks up, counted from the first of all lanes."""
+        first = tirx.shift_left(self.lane.index, self.run_bits)
+        block = tirx.floordiv(first, self.tile.block)
+        return block * self.turn + tirx.floormod(first, self.tile.block)
+
+    def token_step(self, places: Any) -> Expr:
+        """Units from one token of a run to the next."""
+        return places.slot if self.spec.is_paged else places.page
 
     def stage(self, s: Expr) -> Expr:
         """Where in the rings the block at position `s` of the warp's stream is."""
