@@ -186,6 +186,11 @@ def all_is_seen(cta: Cta, task: Any, kv0: Expr) -> Expr:
     return tirx.And(task.first_key <= kv0, seen) if cta.tile.begins_early else seen
 
 
+def may_hide(cta: Cta, task: Any, kv0: Expr) -> Expr:
+    """Return 1 if some row of an item may not see some key of a block, 0 if all see all."""
+    return tirx.Cast("int32", tirx.Not(all_is_seen(cta, task, kv0)))
+
+
 @T.inline
 def mask(cta, task, kv0):
     """Hide keys, in a block where some may be hidden."""
