@@ -17,7 +17,7 @@ from tvm_attn.schedules.primitives.hopper.items import (
     meet_next_item,
     task_access,
 )
-from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap, encode
+from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap, encode, is_elected
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.primitives.task import Task
 from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, HopperTile
@@ -101,7 +101,7 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
 @T.inline
 def copy_ragged(feed, begin, head, kv0, barrier):
     """Begin to copy a block of ragged K or V, of a request that begins with token `begin`."""
-    if feed.cta.lane.index == 0:
+    if is_elected():
         for group in T.unroll(feed.groups):
             feed.map.load(
                 feed.pointer(group, 0), (group * COLUMN_GROUP, begin + kv0, head), barrier
@@ -117,7 +117,7 @@ def copy_pages(feed, head, where, barrier):
     for i in T.unroll(tile.boxes):
         pages[i] = of_lane(where[0], i)
         slots[i] = 0 if tile.box == tile.page else of_lane(where[1], i)
-    if feed.cta.lane.index == 0:
+    if is_elected():
         for i in T.unroll(tile.boxes):
             for group in T.unroll(feed.groups):
                 feed.map.load(
@@ -164,7 +164,7 @@ def copy_block(feed, task, cache, head, kv0, barrier):
     if feed.cta.spec.is_paged:
         look_up_box(feed, task, cache, kv0, where)
     feed.pipe.empty.wait(feed.at.parity, feed.at.stage)
-    if feed.cta.lane.index == 0:
+    if is_elected():
         T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, T.uint32(feed.block_bytes))
     if feed.cta.spec.is_paged:
         copy_pages(feed, head, where, barrier)

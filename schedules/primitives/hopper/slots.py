@@ -21,6 +21,7 @@ from tvm_attn.schedules.primitives.hopper.tensor_maps import (
     TensorMap,
     close_stores,
     encode,
+    is_elected,
     wait_for_stores,
 )
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
@@ -141,7 +142,7 @@ def begin_queries(cta, given, maps, index, t):
     """Begin to copy the queries of item `t`; their barrier waits for them."""
     if comes_in_boxes(cta.spec):
         task = T.meta_var(Task.of(cta, given.batch, t))
-        if cta.lane.index == 0:
+        if is_elected():
             columns = T.meta_var(padded(cta.spec.head_dim_qk))
             barriers = T.meta_var(cta.shared.queries)
             barriers.expect(WARPGROUP_ROWS * columns * ELEMENT_BYTES, index)
@@ -162,7 +163,7 @@ def finish_outputs(cta, given, maps, index, t):
     task = T.meta_var(Task.of(cta, given.batch, t))
     if comes_in_boxes(cta.spec):
         if task.row_end - task.row0 >= (index + 1) * WARPGROUP_ROWS:
-            if cta.lane.index == 0:
+            if is_elected():
                 for group in T.unroll(padded(cta.spec.dim_vo) // COLUMN_GROUP):
                     column = T.meta_var(group * COLUMN_GROUP)
                     source = T.meta_var(slot_pointer(cta.shared, index, 0, column))
