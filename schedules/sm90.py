@@ -21,10 +21,10 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import Lane, of_lane
-from tvm_attn.schedules.primitives.hopper.barriers import Cursor, begin_barriers
+from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
+from tvm_attn.schedules.primitives.hopper.boxes import block_map
 from tvm_attn.schedules.primitives.hopper.feeding import (
     Feed,
-    block_map,
     feed_keys,
     feed_values,
     first_block,
@@ -81,11 +81,11 @@ NUM_OUTPUTS = 5
 
 @dataclass(frozen=True)
 class Maps:
-    """Tensor maps of a kernel; those of q and out are None where their rows are no boxes."""
+    """Tensor maps of a kernel; None of what is not copied in boxes."""
 
     q: TensorMap | None
-    k: TensorMap
-    v: TensorMap
+    k: TensorMap | None
+    v: TensorMap | None
     out: TensorMap | None
 
     @staticmethod
@@ -93,13 +93,14 @@ class Maps:
         spec: AttentionSpec, tile: HopperTile, given: Arguments, q: Any, k: Any, v: Any, out: Any
     ) -> Maps:
         """Encode them, on the host."""
-        keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
-        if not comes_in_boxes(spec):
-            return Maps(None, keys, values, None)
-        queries = rows_map(q, given.q, spec.group_size)
-        if str(spec.o_dtype) == "float32":
-            return Maps(queries, keys, values, None)
-        return Maps(queries, keys, values, rows_map(out, given.outputs.out, spec.group_size))
+        keys = values = queries = outputs = None
+        if not tile.gathers:
+            keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
+        if comes_in_boxes(spec):
+            queries = rows_map(q, given.q, spec.group_size)
+            if str(spec.o_dtype) != "float32":
+                outputs = rows_map(out, given.outputs.out, spec.group_size)
+        return Maps(queries, keys, values, outputs)
 
 
 @T.inline
@@ -240,14 +241,10 @@ def copy(cta, given, maps, t0, end):
     shared = T.meta_var(cta.shared)
     warp: T.let[T.int32] = of_lane(cta.warp, 0)
     if warp == 0:
-        keys = T.meta_var(Cursor.begin(shared.keys, fills=True))
-        pages = T.meta_var(given.k.shape[0])
-        feed = T.meta_var(Feed(cta, maps.k, pages, shared.k, shared.dim_qk, shared.keys, keys))
+        feed = T.meta_var(Feed.begin(cta, maps.k, given.k, shared.k, shared.dim_qk, shared.keys))
         feed_keys(feed, given, t0, end)
     elif warp == 1:
-        values = T.meta_var(Cursor.begin(shared.values, fills=True))
-        pages = T.meta_var(given.v.shape[0])
-        feed = T.meta_var(Feed(cta, maps.v, pages, shared.v, shared.dim_vo, shared.values, values))
+        feed = T.meta_var(Feed.begin(cta, maps.v, given.v, shared.v, shared.dim_vo, shared.values))
         feed_values(feed, given, t0, end)
     else:
         serve_slot(cta, given, maps, warp - 2, t0, end)

@@ -28,7 +28,7 @@ REGISTERS, REGISTER_STEP = 504 * 128, 8
 BARRIER_BYTES = 256
 ELEMENT_BYTES = 2
 PAGE_UNIT = 8
-"""Tokens that a page must hold a multiple of for the copy engine: rows of a swizzle pattern."""
+"""Tokens of the smallest box: rows of a swizzle pattern."""
 
 
 def padded(dim: int) -> int:
@@ -47,8 +47,8 @@ class HopperTile:
     stages : int
         Blocks of K and of V in shared memory.
     box : int
-        Keys that are copied at a time: of pages, as many as divide a page and a block; of ragged K
-        and V, all of a block.
+        Keys that are copied at a time: of pages, as many as divide a page and a block, or one where
+        these are no multiple of 8; of ragged K and V, all of a block.
     page : int
         Slots of a page; 0 of ragged K and V.
     holds_queries : bool
@@ -113,7 +113,12 @@ class HopperTile:
     @property
     def begins_early(self) -> bool:
         """Whether an item's first block may begin with keys before its first."""
-        return self.page > 0
+        return self.page > 0 and not self.gathers
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of K and V are copied one by one, and not boxes of them by the copy engine."""
+        return self.box == 1
 
     @property
     def multiplying(self) -> int:
@@ -134,6 +139,12 @@ class HopperTile:
         return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
 
 
+def box_of(block: int, page_size: int | None) -> int:
+    """Return how many keys of a block are copied at a time."""
+    box = gcd(block, page_size or block)
+    return 1 if box % PAGE_UNIT else box
+
+
 def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     """Return the tile of a Hopper kernel, and after it some with fewer registers.
 
@@ -147,7 +158,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         HopperTile(
             block=block,
             stages=2,
-            box=gcd(block, spec.page_size or block),
+            box=box_of(block, spec.page_size),
             page=spec.page_size or 0,
             holds_queries=holds,
             split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
@@ -167,6 +178,4 @@ def refuses(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget)
         return "rows are transformed"
     if not variant.use_softmax:
         return "there is no softmax"
-    if spec.page_size is not None and spec.page_size % PAGE_UNIT:
-        return f"pages of {spec.page_size} are no multiple of {PAGE_UNIT}"
     return ""
