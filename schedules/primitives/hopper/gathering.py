@@ -22,6 +22,8 @@ from tvm_attn.variant import Expr
 
 ROWS_OF_TURN = WARP // LINE_CHUNKS
 """Rows that a warp copies 128 bytes of at a time."""
+NOWHERE = -1
+"""Page of a token that an item does not have."""
 ROW_BYTES = LINE_CHUNKS * CHUNK_BYTES
 TURNS = 4
 """Turns whose rows a lane asks for together."""
@@ -36,17 +38,30 @@ def swizzled(lane: Expr) -> Expr:
     return row * ROW_BYTES + tirx.bitwise_xor(chunk, row) * CHUNK_BYTES
 
 
+def page_and_slot(token: Expr, page_size: int) -> tuple[Expr, Expr]:
+    """Return which of a request's pages a token is in, and its slot there: uint32."""
+    unsigned, size = tirx.Cast("uint32", token), T.uint32(page_size)
+    return tirx.truncdiv(unsigned, size), tirx.truncmod(unsigned, size)
+
+
 @T.inline
 def look_up_rows(feed, task, access, head, kv0, places):
-    """Look up where a lane's rows of a block are: every 32nd."""
-    block = T.meta_var(feed.cta.tile.block)
-    for i in T.unroll(-(-block // WARP)):
-        row: T.let[T.int32] = i * WARP + feed.cta.lane.index
-        token: T.let[T.int32] = kv0 + row
-        places[i] = T.uint32(NO_PLACE)
-        if T.And(row < block, token < task.end_key):
-            page, slot = T.meta_var(access.locate(task.request, token))
-            places[i] = feed.source.places.of(page, slot, head)
+    """Look up where a lane's rows of a block are, every 32nd: all are asked for together."""
+    tile, where = T.meta_var((feed.cta.tile, feed.source.places))
+    count = T.meta_var(-(-tile.block // WARP))
+    pages = T.alloc_local((count,), "int32")
+    begin: T.let[T.int32] = access.begin(task.request)
+    end: T.let[T.int32] = T.min(task.end_key, kv0 + tile.block)
+    first: T.let[T.int32] = kv0 + feed.cta.lane.index
+    for i in T.unroll(count):
+        pages[i] = NOWHERE
+        if first + i * WARP < end:
+            index = T.meta_var(page_and_slot(first + i * WARP, tile.page)[0])
+            pages[i] = access.indices[begin + T.Cast("int32", index)]
+    for i in T.unroll(count):
+        slot = T.meta_var(page_and_slot(first + i * WARP, tile.page)[1])
+        place: T.let[T.uint32] = where.of(pages[i], slot, head)
+        places[i] = held(T.Select(pages[i] == NOWHERE, T.uint32(NO_PLACE), place))
 
 
 @T.inline
