@@ -25,8 +25,8 @@ from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
 from tvm_attn.schedules.primitives.hopper.boxes import block_map
 from tvm_attn.schedules.primitives.hopper.feeding import (
     Feed,
-    feed_keys,
-    feed_values,
+    announce_and_feed_items,
+    feed_items,
     first_block,
     last_block,
 )
@@ -237,17 +237,28 @@ def attend(cta, group, given, arrivals, t0, end):
 
 @T.inline
 def copy(cta, given, maps, t0, end):
-    """Copy what the warpgroups that multiply need, and what they leave behind."""
-    shared = T.meta_var(cta.shared)
+    """Copy what the warpgroups that multiply need, and what they leave behind.
+
+    Boxes of K and of V are fed by a warp each; where rows are gathered, the warps that serve the
+    slots feed values besides, so that two share the rows of every block.
+    """
     warp: T.let[T.int32] = of_lane(cta.warp, 0)
+    part = T.meta_var(warp % cta.tile.feeders)
     if warp == 0:
-        feed = T.meta_var(Feed.begin(cta, maps.k, given.k, shared.k, shared.dim_qk, shared.keys))
-        feed_keys(feed, given, t0, end)
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        announce_and_feed_items(keys, given, t0, end)
     elif warp == 1:
-        feed = T.meta_var(Feed.begin(cta, maps.v, given.v, shared.v, shared.dim_vo, shared.values))
-        feed_values(feed, given, t0, end)
+        if cta.tile.gathers:
+            keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+            feed_items(keys, given.batch, t0, end)
+        else:
+            values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+            feed_items(values, given.batch, t0, end)
+    elif cta.tile.gathers:
+        values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+        serve_slot(cta, given, maps, warp - 2, t0, end, values)
     else:
-        serve_slot(cta, given, maps, warp - 2, t0, end)
+        serve_slot(cta, given, maps, warp - 2, t0, end, None)
 
 
 def attention(

@@ -121,6 +121,11 @@ class HopperTile:
         return self.box == 1
 
     @property
+    def feeders(self) -> int:
+        """Warps that share the rows of a block."""
+        return 2 if self.gathers else 1
+
+    @property
     def multiplying(self) -> int:
         """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
         left = REGISTERS // WARPGROUP_THREADS - self.copying

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,18 @@ from tvm_attn.variant import Expr
 
 @dataclass(frozen=True)
 class Feed:
-    """What a warp feeds: blocks of K, or of V, of one item after another.
+    """What a warp feeds: blocks of K, or of V, or its part of them, of one item after another.
 
     Parameters
     ----------
     cta : Cta
         As that warp sees it.
+    cache : Buffer
+        K or V.
     source : Boxes or Gathered
-        How they are copied.
+        How it is copied.
+    copy : callable
+        Copies a block, or begins to, once its stage is empty.
     tile : Buffer
         The ring in shared memory.
     dim : int
@@ -46,21 +51,33 @@ class Feed:
     """
 
     cta: Cta
+    cache: Any
     source: Boxes | Gathered
+    copy: Callable[..., Any]
     tile: Any
     dim: int
     pipe: Pipe
     at: Cursor
 
     @staticmethod
-    def begin(cta: Cta, map: TensorMap | None, cache: Any, tile: Any, dim: int, pipe: Pipe) -> Feed:
-        """Begin at the first stage of a ring: to copy boxes, if there is a map, else rows."""
-        source: Boxes | Gathered
-        if map is None:
-            source = Gathered.of_cache(cache, cta.spec.kv_layout, tile, cta.lane.index)
-        else:
-            source = Boxes.of_cache(map, cache)
-        return Feed(cta, source, tile, dim, pipe, Cursor.begin(pipe, fills=True))
+    def of_keys(cta: Cta, cache: Any, map: TensorMap | None, part: Expr) -> Feed:
+        """Begin to feed keys: in boxes, if there is a map, else a part of their rows."""
+        shared = cta.shared
+        source = _source(cta, cache, map, shared.k, part)
+        at = Cursor.begin(shared.keys, fills=True)
+        return Feed(
+            cta, cache, source, source.copy_keys, shared.k, shared.dim_qk, shared.keys, at
+        )
+
+    @staticmethod
+    def of_values(cta: Cta, cache: Any, map: TensorMap | None, part: Expr) -> Feed:
+        """Begin to feed values, as `of_keys`."""
+        shared = cta.shared
+        source = _source(cta, cache, map, shared.v, part)
+        at = Cursor.begin(shared.values, fills=True)
+        return Feed(
+            cta, cache, source, source.copy_values, shared.v, shared.dim_vo, shared.values, at
+        )
 
     @property
     def groups(self) -> int:
@@ -88,6 +105,12 @@ class Feed:
         return self.tile.ptr_to([tile * self.group_elements + row * COLUMN_GROUP + column])
 
 
+def _source(cta: Cta, cache: Any, map: TensorMap | None, tile: Any, part: Expr) -> Boxes | Gathered:
+    if map is None:
+        return Gathered.of_cache(cta, cache, tile, part)
+    return Boxes.of_cache(map, cache)
+
+
 def first_block(tile: HopperTile, task: Any) -> Expr:
     """First key of an item's first block: a box does not begin inside of another."""
     if not tile.begins_early:
@@ -102,42 +125,53 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
 
 
 @T.inline
-def feed_values(feed, given, t0, end):
-    """Feed the values of all items."""
+def feed_last_block(feed, batch, t):
+    """Feed the last block of item `t`, the first to be attended to, if the warp feeds any."""
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
+        feed.copy(feed, task, access, head, kv0)
+        advance(feed.at)
+
+
+@T.inline
+def feed_other_blocks(feed, batch, t):
+    """Feed the blocks of item `t` before its last, if the warp feeds any."""
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        first: T.int32 = first_block(tile, task)
+        kv0: T.int32 = last_block(tile, task, first) - tile.block
+        while kv0 >= first:
+            feed.copy(feed, task, access, head, kv0)
+            advance(feed.at)
+            kv0 = kv0 - tile.block
+
+
+@T.inline
+def feed_items(feed, batch, t0, end):
+    """Feed the blocks of all items, as they become known."""
     cta = T.meta_var(feed.cta)
     t: T.int32 = t0
     while t < end:
         cta.shared.known.wait(known_parity(cta, t, t0), t % cta.tile.tasks)
-        task = T.meta_var(Task.of(cta, given.batch, t))
-        access = T.meta_var(task_access(cta, task, given.batch, given.v))
-        head: T.int32 = task.kv_head
-        first: T.int32 = first_block(cta.tile, task)
-        kv0: T.int32 = last_block(cta.tile, task, first)
-        while kv0 >= first:
-            feed.source.copy_values(feed, task, access, head, kv0)
-            advance(feed.at)
-            kv0 = kv0 - cta.tile.block
+        feed_last_block(feed, batch, t)
+        feed_other_blocks(feed, batch, t)
         t = t + 1
 
 
 @T.inline
-def feed_keys(feed, given, t0, end):
-    """Feed the keys of all items, and tell the other warps of each item, ahead of time."""
-    cta = T.meta_var(feed.cta)
+def announce_and_feed_items(feed, given, t0, end):
+    """Feed the blocks of all items, and tell the other warps of each item, ahead of time."""
     t: T.int32 = t0
-    meet_first_items(cta, given, t0, end)
+    meet_first_items(feed.cta, given, t0, end)
     while t < end:
-        task = T.meta_var(Task.of(cta, given.batch, t))
-        access = T.meta_var(task_access(cta, task, given.batch, given.k))
-        head: T.int32 = task.kv_head
-        first: T.int32 = first_block(cta.tile, task)
-        kv0: T.int32 = last_block(cta.tile, task, first)
-        is_first: T.int32 = 1
-        while kv0 >= first:
-            feed.source.copy_keys(feed, task, access, head, kv0)
-            advance(feed.at)
-            if is_first != 0:
-                meet_next_item(cta, given, t, end)
-                is_first = 0
-            kv0 = kv0 - cta.tile.block
+        feed_last_block(feed, given.batch, t)
+        meet_next_item(feed.cta, given, t, end)
+        feed_other_blocks(feed, given.batch, t)
         t = t + 1

@@ -11,6 +11,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.places import NO_PLACE, Places
 from tvm_attn.schedules.primitives.registers import held
@@ -25,7 +26,7 @@ ROWS_OF_TURN = WARP // LINE_CHUNKS
 NOWHERE = -1
 """Page of a token that an item does not have."""
 ROW_BYTES = LINE_CHUNKS * CHUNK_BYTES
-TURNS = 4
+TURNS = 2
 """Turns whose rows a lane asks for together."""
 BYTES_AFTER = r"""
 __device__ __forceinline__ void* bytes_after(void* base, int bytes) { return (char*)base + bytes; }
@@ -47,88 +48,90 @@ def page_and_slot(token: Expr, page_size: int) -> tuple[Expr, Expr]:
 @T.inline
 def look_up_rows(feed, task, access, head, kv0, places):
     """Look up where a lane's rows of a block are, every 32nd: all are asked for together."""
-    tile, where = T.meta_var((feed.cta.tile, feed.source.places))
-    count = T.meta_var(-(-tile.block // WARP))
-    pages = T.alloc_local((count,), "int32")
+    source, page_size = T.meta_var((feed.source, feed.cta.tile.page))
+    pages = T.alloc_local((source.shares,), "int32")
     begin: T.let[T.int32] = access.begin(task.request)
-    end: T.let[T.int32] = T.min(task.end_key, kv0 + tile.block)
-    first: T.let[T.int32] = kv0 + feed.cta.lane.index
-    for i in T.unroll(count):
+    first: T.let[T.int32] = kv0 + source.first_row + feed.cta.lane.index
+    end: T.let[T.int32] = T.min(task.end_key, kv0 + source.first_row + source.rows)
+    for i in T.unroll(source.shares):
         pages[i] = NOWHERE
         if first + i * WARP < end:
-            index = T.meta_var(page_and_slot(first + i * WARP, tile.page)[0])
+            index = T.meta_var(page_and_slot(first + i * WARP, page_size)[0])
             pages[i] = access.indices[begin + T.Cast("int32", index)]
-    for i in T.unroll(count):
-        slot = T.meta_var(page_and_slot(first + i * WARP, tile.page)[1])
-        place: T.let[T.uint32] = where.of(pages[i], slot, head)
+    for i in T.unroll(source.shares):
+        slot = T.meta_var(page_and_slot(first + i * WARP, page_size)[1])
+        place: T.let[T.uint32] = source.places.of(pages[i], slot, head)
         places[i] = held(T.Select(pages[i] == NOWHERE, T.uint32(NO_PLACE), place))
 
 
 @T.inline
-def copy_turns(feed, places, origin, first, count):
+def copy_turns(feed, places, stage, first):
     """Begin to copy some turns of rows; eight neighbouring lanes copy 128 bytes of a row."""
     source = T.meta_var(feed.source)
-    rows = T.alloc_local((count,), "uint32")
-    for i in T.unroll(count):
+    rows = T.alloc_local((TURNS,), "uint32")
+    for i in T.unroll(TURNS):
         row = T.meta_var((first + i) * ROWS_OF_TURN)
         rows[i] = of_lane(places[row // WARP], row % WARP + feed.cta.lane.index // LINE_CHUNKS)
-    for i in T.unroll(count):
+    for i in T.unroll(TURNS):
         row = T.meta_var((first + i) * ROWS_OF_TURN)
-        for group in T.unroll(source.groups):
+        for group in T.unroll(feed.groups):
             if feed.cta.lane.index % LINE_CHUNKS < source.chunks - group * LINE_CHUNKS:
                 copy_chunk(
-                    source.destination(origin, row, group * feed.group_bytes),
-                    source.pointer(rows[i], group),
+                    source.destination(stage, row, group * feed.group_bytes),
+                    source.pointer(feed.cta.lane.index, rows[i], group),
                     rows[i] != T.uint32(NO_PLACE),
                 )
 
 
 @T.inline
 def gather(feed, task, access, head, kv0):
-    """Begin to copy a block, once its stage is empty."""
-    block = T.meta_var(feed.cta.tile.block)
-    turns = T.meta_var(block // ROWS_OF_TURN)
-    places = T.alloc_local((-(-block // WARP),), "uint32")
+    """Begin to copy the warp's part of a block, once its stage is empty."""
+    source = T.meta_var(feed.source)
+    places = T.alloc_local((source.shares,), "uint32")
     look_up_rows(feed, task, access, head, kv0, places)
     feed.pipe.empty.wait(feed.at.parity, feed.at.stage)
-    origin: T.let[T.uint32] = T.Cast("uint32", feed.at.stage * feed.block_bytes)
-    for batch in T.unroll(turns // TURNS):
-        copy_turns(feed, places, origin, batch * TURNS, TURNS)
+    stage: T.let[T.uint32] = T.Cast("uint32", feed.at.stage * feed.block_bytes)
+    for turns in T.unroll(source.rows // ROWS_OF_TURN // TURNS):
+        copy_turns(feed, places, stage, turns * TURNS)
     feed.pipe.full.arrive_with_copies(feed.at.stage)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """K or V, of which rows are copied.
+    """K or V, of which rows are copied: of each block, those of a part.
 
     Parameters
     ----------
     places : Places
         Where its rows are.
-    lane : Expr
-        The lane that copies.
-    even, odd : Expr
-        Addresses of the lane's chunk of the first 4 rows of the ring, and where it would be if they
-        were the other half of a swizzle pattern: uint32.
+    rows : int
+        Rows of a part.
+    first_row : Expr
+        The part's first row.
+    origin : Expr
+        Address of the lane's chunk of the part's first 4 rows in the ring, uint32.
     """
 
     places: Places
-    lane: Expr
-    even: Expr
-    odd: Expr
+    rows: int
+    first_row: Expr
+    origin: Expr
 
-    copy_keys = staticmethod(gather)
-    copy_values = staticmethod(gather)
+    copy_keys = copy_values = staticmethod(gather)
 
     @staticmethod
-    def of_cache(cache: Any, layout: str, tile: Any, lane: Expr) -> Gathered:
-        """Return the rows of K or V, on their way to a ring."""
-        at = tirx.Cast("uint32", swizzled(lane))
-        origin = shared_address(tile)
-        other = tirx.bitwise_xor(at, T.uint32(ROWS_OF_TURN * CHUNK_BYTES))
-        return Gathered(
-            Places.of_cache(cache, layout), lane, held(origin + at), held(origin + other)
-        )
+    def of_cache(cta: Cta, cache: Any, tile: Any, part: Expr) -> Gathered:
+        """Return the rows of a part of K or V, on their way to a ring."""
+        rows = cta.tile.block // cta.tile.feeders
+        first_row = part * rows
+        at = tirx.Cast("uint32", first_row * ROW_BYTES + swizzled(cta.lane.index))
+        places = Places.of_cache(cache, cta.spec.kv_layout)
+        return Gathered(places, rows, first_row, held(shared_address(tile) + at))
+
+    @property
+    def shares(self) -> int:
+        """Rows that a lane looks up."""
+        return -(-self.rows // WARP)
 
     @property
     def chunks(self) -> int:
@@ -136,20 +139,15 @@ class Gathered:
         cache = self.places.cache
         return int(cache.shape[-1]) * itemsize(str(cache.dtype)) // CHUNK_BYTES
 
-    @property
-    def groups(self) -> int:
-        """Groups of 64 columns."""
-        return -(-self.chunks // LINE_CHUNKS)
+    def destination(self, stage: Expr, row: Expr, offset: Expr) -> Expr:
+        """Address of the lane's chunk of 4 rows of the part, from the offset of a stage."""
+        half = tirx.floormod(tirx.floordiv(row, ROWS_OF_TURN), 2) * (ROWS_OF_TURN * CHUNK_BYTES)
+        first = tirx.bitwise_xor(self.origin + stage, tirx.Cast("uint32", half))
+        return first + tirx.Cast("uint32", row * ROW_BYTES + offset)
 
-    def destination(self, origin: Expr, row: Expr, offset: Expr) -> Expr:
-        """Address of a chunk: of a row of the lane's, from the origin of a stage."""
-        is_even = tirx.floormod(tirx.floordiv(row, ROWS_OF_TURN), 2) == 0
-        base = tirx.Select(is_even, self.even, self.odd)
-        return base + origin + tirx.Cast("uint32", row * ROW_BYTES + offset)
-
-    def pointer(self, place: Expr, group: int) -> Expr:
-        """Address of the lane's chunk of 64 columns of a row."""
-        column = tirx.floormod(self.lane, LINE_CHUNKS) * (COLUMN_GROUP // LINE_CHUNKS)
+    def pointer(self, lane: Expr, place: Expr, group: Expr) -> Expr:
+        """Address of a lane's chunk of 64 columns of a row."""
+        column = tirx.floormod(lane, LINE_CHUNKS) * (COLUMN_GROUP // LINE_CHUNKS)
         first = self.places.pointer(place, column)
         given = {"source_code": BYTES_AFTER, "return_type": "handle"}
         return T.cuda.func_call("bytes_after", first, group * ROW_BYTES, **given)

@@ -58,7 +58,7 @@ class HopperShared:
         sizes = [tile.rows * dim_slot, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
         q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
         fetchers = 1 if comes_in_boxes(spec) else WARP
-        feeders = WARP if tile.gathers else 1
+        feeders = tile.feeders * WARP if tile.gathers else 1
         arrivals = [
             *([feeders] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
