@@ -41,7 +41,10 @@ def compiled(spec: AttentionSpec, variant: AttentionVariant, compiler: CudaCompi
         return result
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [("nvcc", None), ("nvcc", 16), ("nvrtc", 16)])
+@pytest.mark.parametrize(
+    ("kind", "page_size"),
+    [("nvcc", None), ("nvcc", 16), ("nvrtc", 16), ("nvcc", 1), ("nvrtc", 12)],
+)
 def test_the_pipeline_is_what_it_is_written_to_be(kind: str, page_size: int | None) -> None:
     if (compiler := FIND[kind]()) is None:
         pytest.skip(f"there is no {kind}")

@@ -126,31 +126,29 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
 
 @T.inline
 def feed_last_block(feed, batch, t):
-    """Feed the last block of item `t`, the first to be attended to, if the warp feeds any."""
-    if feed is not None:
-        tile = T.meta_var(feed.cta.tile)
-        task = T.meta_var(Task.of(feed.cta, batch, t))
-        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
-        head: T.int32 = task.kv_head
-        kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
-        feed.copy(feed, task, access, head, kv0)
-        advance(feed.at)
+    """Feed the last block of item `t`, which is the first that is attended to."""
+    tile = T.meta_var(feed.cta.tile)
+    task = T.meta_var(Task.of(feed.cta, batch, t))
+    access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+    head: T.int32 = task.kv_head
+    kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
+    feed.copy(feed, task, access, head, kv0)
+    advance(feed.at)
 
 
 @T.inline
-def feed_other_blocks(feed, batch, t):
-    """Feed the blocks of item `t` before its last, if the warp feeds any."""
-    if feed is not None:
-        tile = T.meta_var(feed.cta.tile)
-        task = T.meta_var(Task.of(feed.cta, batch, t))
-        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
-        head: T.int32 = task.kv_head
-        first: T.int32 = first_block(tile, task)
-        kv0: T.int32 = last_block(tile, task, first) - tile.block
-        while kv0 >= first:
-            feed.copy(feed, task, access, head, kv0)
-            advance(feed.at)
-            kv0 = kv0 - tile.block
+def feed_blocks(feed, batch, t, fed):
+    """Feed the blocks of item `t`, from its last to its first, but for some that were fed."""
+    tile = T.meta_var(feed.cta.tile)
+    task = T.meta_var(Task.of(feed.cta, batch, t))
+    access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+    head: T.int32 = task.kv_head
+    first: T.int32 = first_block(tile, task)
+    kv0: T.int32 = last_block(tile, task, first) - fed * tile.block
+    while kv0 >= first:
+        feed.copy(feed, task, access, head, kv0)
+        advance(feed.at)
+        kv0 = kv0 - tile.block
 
 
 @T.inline
@@ -160,18 +158,28 @@ def feed_items(feed, batch, t0, end):
     t: T.int32 = t0
     while t < end:
         cta.shared.known.wait(known_parity(cta, t, t0), t % cta.tile.tasks)
-        feed_last_block(feed, batch, t)
-        feed_other_blocks(feed, batch, t)
+        feed_blocks(feed, batch, t, 0)
         t = t + 1
 
 
 @T.inline
 def announce_and_feed_items(feed, given, t0, end):
     """Feed the blocks of all items, and tell the other warps of each item, ahead of time."""
+    cta = T.meta_var(feed.cta)
     t: T.int32 = t0
-    meet_first_items(feed.cta, given, t0, end)
+    meet_first_items(cta, given, t0, end)
     while t < end:
-        feed_last_block(feed, given.batch, t)
-        meet_next_item(feed.cta, given, t, end)
-        feed_other_blocks(feed, given.batch, t)
+        task = T.meta_var(Task.of(cta, given.batch, t))
+        access = T.meta_var(task_access(cta, task, given.batch, feed.cache))
+        head: T.int32 = task.kv_head
+        first: T.int32 = first_block(cta.tile, task)
+        kv0: T.int32 = last_block(cta.tile, task, first)
+        is_first: T.int32 = 1
+        while kv0 >= first:
+            feed.copy(feed, task, access, head, kv0)
+            advance(feed.at)
+            if is_first != 0:
+                meet_next_item(cta, given, t, end)
+                is_first = 0
+            kv0 = kv0 - cta.tile.block
         t = t + 1

@@ -15,7 +15,7 @@ from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.gather import offset
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
-from tvm_attn.schedules.primitives.hopper.feeding import feed_last_block, feed_other_blocks
+from tvm_attn.schedules.primitives.hopper.feeding import feed_blocks, feed_last_block
 from tvm_attn.schedules.primitives.hopper.items import known_parity
 from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes, tile_index
 from tvm_attn.schedules.primitives.hopper.tensor_maps import (
@@ -189,7 +189,8 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
     t: T.int32 = t0
     shared.known.wait(0, t % cta.tile.tasks)
     begin_queries(cta, given, maps, index, t)
-    feed_last_block(feed, given.batch, t)
+    if feed is not None:
+        feed_last_block(feed, given.batch, t)
     if cta.tile.holds_queries:
         shared.outputs.wait(parity, index)
         parity = T.bitwise_xor(parity, 1)
@@ -201,9 +202,10 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
                 begin_queries(cta, given, maps, index, t + 1)
             else:
                 free_slot(cta, index)
-            feed_other_blocks(feed, given.batch, t)
-            if t + 1 < end:
-                feed_last_block(feed, given.batch, t + 1)
+            if feed is not None:
+                feed_blocks(feed, given.batch, t, 1)
+                if t + 1 < end:
+                    feed_last_block(feed, given.batch, t + 1)
             shared.outputs.wait(parity, index)
             task = T.meta_var(Task.of(cta, given.batch, t))
             if stores_through_slot(cta):
@@ -211,10 +213,12 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
                     finish_outputs(cta, given, maps, index, t)
             T.cuda.warp_sync()
         else:
-            feed_other_blocks(feed, given.batch, t)
+            if feed is not None:
+                feed_blocks(feed, given.batch, t, 1)
             if t + 1 < end:
                 shared.outputs.wait(parity, index)
                 begin_queries(cta, given, maps, index, t + 1)
-                feed_last_block(feed, given.batch, t + 1)
+                if feed is not None:
+                    feed_last_block(feed, given.batch, t + 1)
         parity = T.bitwise_xor(parity, 1)
         t = t + 1
