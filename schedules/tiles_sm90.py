@@ -27,8 +27,8 @@ REGISTERS, REGISTER_STEP = 504 * 128, 8
 """Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
 BARRIER_BYTES = 256
 ELEMENT_BYTES = 2
-PAGE_UNIT = 8
-"""Tokens of the smallest box: rows of a swizzle pattern."""
+BOX_UNIT = 16
+"""Keys that a box has a multiple of: boxes of 8, which there could be, are slower than rows."""
 
 
 def padded(dim: int) -> int:
@@ -48,7 +48,7 @@ class HopperTile:
         Blocks of K and of V in shared memory.
     box : int
         Keys that are copied at a time: of pages, as many as divide a page and a block, or one where
-        these are no multiple of 8; of ragged K and V, all of a block.
+        these are no multiple of 16; of ragged K and V, all of a block.
     page : int
         Slots of a page; 0 of ragged K and V.
     holds_queries : bool
@@ -117,7 +117,7 @@ class HopperTile:
 
     @property
     def gathers(self) -> bool:
-        """Whether rows of K and V are copied one by one, and not boxes of them by the copy engine."""
+        """Whether rows of K and V are copied one by one, and not boxes by the copy engine."""
         return self.box == 1
 
     @property
@@ -147,7 +147,7 @@ class HopperTile:
 def box_of(block: int, page_size: int | None) -> int:
     """Return how many keys of a block are copied at a time."""
     box = gcd(block, page_size or block)
-    return 1 if box % PAGE_UNIT else box
+    return 1 if box % BOX_UNIT else box
 
 
 def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:

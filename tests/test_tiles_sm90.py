@@ -29,7 +29,7 @@ def spec(**fields: object) -> AttentionSpec:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "box"), [(None, 128), (8, 8), (24, 8), (48, 16), (128, 128), (256, 128)]
+    ("page_size", "box"), [(None, 128), (16, 16), (48, 16), (128, 128), (256, 128)]
 )
 def test_boxes_are_parts_of_pages_and_of_blocks(page_size: int | None, box: int) -> None:
     tile = tiles_to_try(spec(page_size=page_size))[0]
@@ -38,7 +38,7 @@ def test_boxes_are_parts_of_pages_and_of_blocks(page_size: int | None, box: int)
     assert not tile.gathers
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 5, 12, 100])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 5, 8, 12, 20, 24, 100])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_rows_of_other_pages_are_gathered_by_halves_of_a_block(
     page_size: int, head_dim: int
@@ -113,7 +113,7 @@ def test_tables_have_it_or_say_why_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "copies"), [(None, "boxes of 128"), (24, "boxes of 8"), (12, "single rows")]
+    ("page_size", "copies"), [(None, "boxes of 128"), (48, "boxes of 16"), (8, "single rows")]
 )
 def test_the_table_says_how_keys_are_copied(page_size: int | None, copies: str) -> None:
     tables = pipeline.tile_tables(spec(page_size=page_size), None, HOPPER)

@@ -65,9 +65,7 @@ class Feed:
         shared = cta.shared
         source = _source(cta, cache, map, shared.k, part)
         at = Cursor.begin(shared.keys, fills=True)
-        return Feed(
-            cta, cache, source, source.copy_keys, shared.k, shared.dim_qk, shared.keys, at
-        )
+        return Feed(cta, cache, source, source.copy_keys, shared.k, shared.dim_qk, shared.keys, at)
 
     @staticmethod
     def of_values(cta: Cta, cache: Any, map: TensorMap | None, part: Expr) -> Feed:
@@ -126,29 +124,31 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
 
 @T.inline
 def feed_last_block(feed, batch, t):
-    """Feed the last block of item `t`, which is the first that is attended to."""
-    tile = T.meta_var(feed.cta.tile)
-    task = T.meta_var(Task.of(feed.cta, batch, t))
-    access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
-    head: T.int32 = task.kv_head
-    kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
-    feed.copy(feed, task, access, head, kv0)
-    advance(feed.at)
+    """Feed the last block of item `t`, which is the first that is attended to, if one feeds any."""
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
+        feed.copy(feed, task, access, head, kv0)
+        advance(feed.at)
 
 
 @T.inline
 def feed_blocks(feed, batch, t, fed):
     """Feed the blocks of item `t`, from its last to its first, but for some that were fed."""
-    tile = T.meta_var(feed.cta.tile)
-    task = T.meta_var(Task.of(feed.cta, batch, t))
-    access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
-    head: T.int32 = task.kv_head
-    first: T.int32 = first_block(tile, task)
-    kv0: T.int32 = last_block(tile, task, first) - fed * tile.block
-    while kv0 >= first:
-        feed.copy(feed, task, access, head, kv0)
-        advance(feed.at)
-        kv0 = kv0 - tile.block
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        first: T.int32 = first_block(tile, task)
+        kv0: T.int32 = last_block(tile, task, first) - fed * tile.block
+        while kv0 >= first:
+            feed.copy(feed, task, access, head, kv0)
+            advance(feed.at)
+            kv0 = kv0 - tile.block
 
 
 @T.inline

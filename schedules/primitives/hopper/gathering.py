@@ -1,4 +1,4 @@
-"""Blocks of K and V row by row, by the lanes of a warp: of pages that no box fits.
+"""Blocks of K and V row by row, by the lanes of warps: of pages that have no boxes, or small ones.
 
 Rows go to where the copy engine would put them. What an item does not have becomes zero.
 """
@@ -6,6 +6,7 @@ Rows go to where the copy engine would put them. What an item does not have beco
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from tvm import tirx
@@ -26,8 +27,10 @@ ROWS_OF_TURN = WARP // LINE_CHUNKS
 NOWHERE = -1
 """Page of a token that an item does not have."""
 ROW_BYTES = LINE_CHUNKS * CHUNK_BYTES
-TURNS = 2
-"""Turns whose rows a lane asks for together."""
+TURNS = 4
+"""Turns that begin together, at most."""
+PAUSE = 20
+"""Nanoseconds between them, about: copies in a row keep others of the scheduler's warps waiting."""
 BYTES_AFTER = r"""
 __device__ __forceinline__ void* bytes_after(void* base, int bytes) { return (char*)base + bytes; }
 """
@@ -68,11 +71,11 @@ def look_up_rows(feed, task, access, head, kv0, places):
 def copy_turns(feed, places, stage, first):
     """Begin to copy some turns of rows; eight neighbouring lanes copy 128 bytes of a row."""
     source = T.meta_var(feed.source)
-    rows = T.alloc_local((TURNS,), "uint32")
-    for i in T.unroll(TURNS):
+    rows = T.alloc_local((source.together,), "uint32")
+    for i in T.unroll(source.together):
         row = T.meta_var((first + i) * ROWS_OF_TURN)
         rows[i] = of_lane(places[row // WARP], row % WARP + feed.cta.lane.index // LINE_CHUNKS)
-    for i in T.unroll(TURNS):
+    for i in T.unroll(source.together):
         row = T.meta_var((first + i) * ROWS_OF_TURN)
         for group in T.unroll(feed.groups):
             if feed.cta.lane.index % LINE_CHUNKS < source.chunks - group * LINE_CHUNKS:
@@ -91,8 +94,9 @@ def gather(feed, task, access, head, kv0):
     look_up_rows(feed, task, access, head, kv0, places)
     feed.pipe.empty.wait(feed.at.parity, feed.at.stage)
     stage: T.let[T.uint32] = T.Cast("uint32", feed.at.stage * feed.block_bytes)
-    for turns in T.unroll(source.rows // ROWS_OF_TURN // TURNS):
-        copy_turns(feed, places, stage, turns * TURNS)
+    for turns in T.unroll(source.turns // source.together):
+        copy_turns(feed, places, stage, turns * source.together)
+        T.cuda.nano_sleep(T.uint64(PAUSE))
     feed.pipe.full.arrive_with_copies(feed.at.stage)
 
 
@@ -132,6 +136,16 @@ class Gathered:
     def shares(self) -> int:
         """Rows that a lane looks up."""
         return -(-self.rows // WARP)
+
+    @property
+    def turns(self) -> int:
+        """Turns that a part takes."""
+        return self.rows // ROWS_OF_TURN
+
+    @property
+    def together(self) -> int:
+        """Turns that begin together."""
+        return gcd(self.turns, TURNS)
 
     @property
     def chunks(self) -> int:

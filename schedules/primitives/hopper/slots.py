@@ -189,8 +189,7 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
     t: T.int32 = t0
     shared.known.wait(0, t % cta.tile.tasks)
     begin_queries(cta, given, maps, index, t)
-    if feed is not None:
-        feed_last_block(feed, given.batch, t)
+    feed_last_block(feed, given.batch, t)
     if cta.tile.holds_queries:
         shared.outputs.wait(parity, index)
         parity = T.bitwise_xor(parity, 1)
@@ -202,10 +201,9 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
                 begin_queries(cta, given, maps, index, t + 1)
             else:
                 free_slot(cta, index)
-            if feed is not None:
-                feed_blocks(feed, given.batch, t, 1)
-                if t + 1 < end:
-                    feed_last_block(feed, given.batch, t + 1)
+            feed_blocks(feed, given.batch, t, 1)
+            if t + 1 < end:
+                feed_last_block(feed, given.batch, t + 1)
             shared.outputs.wait(parity, index)
             task = T.meta_var(Task.of(cta, given.batch, t))
             if stores_through_slot(cta):
@@ -213,12 +211,10 @@ def serve_slot(cta, given, maps, index, t0, end, feed):
                     finish_outputs(cta, given, maps, index, t)
             T.cuda.warp_sync()
         else:
-            if feed is not None:
-                feed_blocks(feed, given.batch, t, 1)
+            feed_blocks(feed, given.batch, t, 1)
             if t + 1 < end:
                 shared.outputs.wait(parity, index)
                 begin_queries(cta, given, maps, index, t + 1)
-                if feed is not None:
-                    feed_last_block(feed, given.batch, t + 1)
+                feed_last_block(feed, given.batch, t + 1)
         parity = T.bitwise_xor(parity, 1)
         t = t + 1
