@@ -46,7 +46,7 @@ from tvm_attn.schedules.primitives.hopper.rows import (
     take_queries,
     wait_for_slot,
 )
-from tvm_attn.schedules.primitives.hopper.shared import HopperShared, comes_in_boxes
+from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
 from tvm_attn.schedules.primitives.hopper.softmax import (
     move_references,
@@ -67,7 +67,7 @@ from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.scores import logits, mask, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
-from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import Arguments, bind
@@ -239,26 +239,26 @@ def attend(cta, group, given, arrivals, t0, end):
 def copy(cta, given, maps, t0, end):
     """Copy what the warpgroups that multiply need, and what they leave behind.
 
-    Boxes of K and of V are fed by a warp each; where rows are gathered, the warps that serve the
-    slots feed values besides, so that two share the rows of every block.
+    K and V are fed by a warp each, or where rows are gathered by two: then the warps that serve the
+    slots feed values as well.
     """
     warp: T.let[T.int32] = of_lane(cta.warp, 0)
     part = T.meta_var(warp % cta.tile.feeders)
     if warp == 0:
         keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
         announce_and_feed_items(keys, given, t0, end)
-    elif warp == 1:
-        if cta.tile.gathers:
-            keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
-            feed_items(keys, given.batch, t0, end)
-        else:
+    elif cta.tile.feeders == 1:
+        if warp == 1:
             values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
             feed_items(values, given.batch, t0, end)
-    elif cta.tile.gathers:
+        else:
+            serve_slot(cta, given, maps, warp - 2, t0, end, None)
+    elif warp == 1:
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        feed_items(keys, given.batch, t0, end)
+    else:
         values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
         serve_slot(cta, given, maps, warp - 2, t0, end, values)
-    else:
-        serve_slot(cta, given, maps, warp - 2, t0, end, None)
 
 
 def attention(

@@ -53,6 +53,9 @@ class HopperTile:
         Slots of a page; 0 of ragged K and V.
     holds_queries : bool
         Whether queries are held in registers; outputs then pass through their slot.
+    feeders : int
+        Warps that share the rows of a block: two, if those that serve slots copy boxes there, and
+        so have registers to spare; one that copies boxes.
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
     copying : int
@@ -64,6 +67,7 @@ class HopperTile:
     box: int
     page: int
     holds_queries: bool
+    feeders: int
     split: int
     copying: int = 40
     family: Literal["long"] = "long"
@@ -121,11 +125,6 @@ class HopperTile:
         return self.box == 1
 
     @property
-    def feeders(self) -> int:
-        """Warps that share the rows of a block."""
-        return 2 if self.gathers else 1
-
-    @property
     def multiplying(self) -> int:
         """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
         left = REGISTERS // WARPGROUP_THREADS - self.copying
@@ -142,6 +141,11 @@ class HopperTile:
         slot = max(dim_qk, dim_vo) if self.holds_queries else dim_qk
         elements = self.rows * slot + self.stages * self.block * (dim_qk + dim_vo)
         return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
+
+
+def comes_in_boxes(spec: AttentionSpec) -> bool:
+    """Whether the fused rows of a slot are whole tokens, and can be copied as boxes."""
+    return WARPGROUP_ROWS % spec.group_size == 0
 
 
 def box_of(block: int, page_size: int | None) -> int:
@@ -166,6 +170,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
             box=box_of(block, spec.page_size),
             page=spec.page_size or 0,
             holds_queries=holds,
+            feeders=2 if box_of(block, spec.page_size) == 1 and comes_in_boxes(spec) else 1,
             split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)

@@ -12,8 +12,8 @@ from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WARP
 from tvm_attn.schedules.tiles_sm90 import (
     COLUMN_GROUP,
     CONSUMERS,
-    WARPGROUP_ROWS,
     HopperTile,
+    comes_in_boxes,
     padded,
 )
 from tvm_attn.spec import AttentionSpec
@@ -100,11 +100,6 @@ class HopperShared:
         pipes = (self.keys.full, self.keys.empty, self.values.full, self.values.empty)
         for group in (*pipes, self.queries, self.outputs, self.landing, self.known):
             group.initialise()
-
-
-def comes_in_boxes(spec: AttentionSpec) -> bool:
-    """Whether the fused rows of a slot are whole tokens, and can be copied as boxes."""
-    return WARPGROUP_ROWS % spec.group_size == 0
 
 
 def tile_index(rows: int, row: Any, column: Any) -> Any:

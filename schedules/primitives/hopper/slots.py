@@ -17,7 +17,7 @@ from tvm_attn.schedules.primitives.gather import offset
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.feeding import feed_blocks, feed_last_block
 from tvm_attn.schedules.primitives.hopper.items import known_parity
-from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes, tile_index
+from tvm_attn.schedules.primitives.hopper.shared import tile_index
 from tvm_attn.schedules.primitives.hopper.tensor_maps import (
     TensorMap,
     close_stores,
@@ -27,7 +27,13 @@ from tvm_attn.schedules.primitives.hopper.tensor_maps import (
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.primitives.staging import copy_chunk
 from tvm_attn.schedules.primitives.task import Task
-from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, ELEMENT_BYTES, WARPGROUP_ROWS, padded
+from tvm_attn.schedules.tiles_sm90 import (
+    COLUMN_GROUP,
+    ELEMENT_BYTES,
+    WARPGROUP_ROWS,
+    comes_in_boxes,
+    padded,
+)
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
