@@ -54,8 +54,8 @@ class HopperTile:
     holds_queries : bool
         Whether queries are held in registers; outputs then pass through their slot.
     feeders : int
-        Warps that share the rows of a block: two, if those that serve slots copy boxes there, and
-        so have registers to spare; one that copies boxes.
+        Warps that feed a block: two share rows that are gathered, if those that serve the slots
+        copy boxes there, and so have registers to spare; else one.
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
     copying : int

@@ -49,6 +49,15 @@ def test_rows_of_other_pages_are_gathered_by_halves_of_a_block(
 
 
 @pytest.mark.parametrize(
+    ("page_size", "heads", "feeders"), [(1, 8, 2), (1, 6, 1), (16, 8, 1), (None, 6, 1)]
+)
+def test_warps_that_fetch_rows_of_odd_groups_feed_nothing(
+    page_size: int | None, heads: int, feeders: int
+) -> None:
+    assert tiles_to_try(spec(num_qo_heads=heads, page_size=page_size))[0].feeders == feeders
+
+
+@pytest.mark.parametrize(
     "dims", [(16, 16), (64, 64), (96, 128), (128, 128), (192, 128), (256, 256)]
 )
 def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:

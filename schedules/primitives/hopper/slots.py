@@ -65,8 +65,8 @@ def row_offsets(tensor: Any, task: Task, place: Expr) -> Any:
 
 
 def at_once(chunks: int) -> int:
-    """Chunks that a lane has under way, of a row of so many: fewer where dividing takes more."""
-    return 4 if chunks % 4 == 0 and chunks & (chunks - 1) == 0 else 2
+    """Chunks that a lane has under way, of a row of so many: registers are few."""
+    return 4 if chunks in (8, 16, 32) else 2
 
 
 @T.inline
