@@ -64,7 +64,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.scores import logits, mask, score_factor
+from tvm_attn.schedules.primitives.scores import hide, logits, may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
@@ -106,7 +106,9 @@ class Maps:
 @T.inline
 def go_to_last_block(cta, group, task):
     """Go to the last block of an item."""
-    group.place[0] = last_block(cta.tile, task, first_block(cta.tile, task))
+    first: T.let[T.int32] = first_block(cta.tile, task)
+    group.place[0] = last_block(cta.tile, task, first)
+    group.left[0] = T.floordiv(group.kv0 - first, cta.tile.block)
 
 
 def has_rows(task: Task) -> Any:
@@ -115,10 +117,11 @@ def has_rows(task: Task) -> Any:
 
 
 @T.inline
-def score(cta, group, task):
-    """Turn products into scores, where a hook does that, and hide keys, where some may be."""
+def score(cta, group, task, hides):
+    """Turn products into scores, where a hook does that, and hide keys, if some may be hidden."""
     logits(cta, task, group.kv0, has_rows(task))
-    mask(cta, task, group.kv0)
+    if hides != 0:
+        hide(cta, task, group.kv0)
 
 
 @T.inline
@@ -135,8 +138,9 @@ def begin_products(cta, group):
 def attend_block(cta, group, task, factor):
     """Attend to one more block of an item, whose rows are open."""
     tiles, split = T.meta_var((cta.key_tiles, cta.tile.split))
+    hides: T.int32 = may_hide(cta, task, group.kv0)
     begin_products(cta, group)
-    score(cta, group, task)
+    score(cta, group, task, hides)
     group.flags.set("moved", T.bool(False))
     relate(cta, group, factor, 0, split)
     if group.flags.outgrown:
@@ -146,10 +150,10 @@ def attend_block(cta, group, task, factor):
     if group.flags.outgrown:
         move_references(cta, group, split, tiles)
     wait_for_pv(cta, group)
-    if group.flags.moved:
-        rescale(cta)
     weigh(cta, split, tiles)
     pack_weights(cta)
+    if group.flags.moved:
+        rescale(cta)
 
 
 @T.inline
@@ -196,17 +200,17 @@ def attend(cta, group, given, arrivals, t0, end):
     wait_for_keys(cta, group)
     begin_qk(cta, group)
     wait_for_qk(cta, group, 0)
-    score(cta, group, opening)
+    score(cta, group, opening, may_hide(cta, opening, group.kv0))
     open_rows(cta, group, factor)
     weigh_first(cta, group)
     while t < end:
         task = T.meta_var(Task.of(cta, given.batch, t))
         following = T.meta_var(Task.of(cta, given.batch, t + 1))
-        group.place[0] = group.kv0 - cta.tile.block
-        while group.kv0 >= first_block(cta.tile, task):
+        while group.left[0] > 0:
+            group.left[0] = group.left[0] - 1
+            group.place[0] = group.kv0 - cta.tile.block
             wait_for_keys(cta, group)
             attend_block(cta, group, task, factor)
-            group.place[0] = group.kv0 - cta.tile.block
         if not cta.tile.holds_queries:
             hand_over_slot(cta, group)
         set_rows_aside(cta)
@@ -218,7 +222,7 @@ def attend(cta, group, given, arrivals, t0, end):
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
             begin_products(cta, group)
-            score(cta, group, following)
+            score(cta, group, following, may_hide(cta, following, group.kv0))
             open_rows(cta, group, factor)
             wait_for_pv(cta, group)
             finish_item(cta, group, given, task)
