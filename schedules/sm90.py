@@ -21,12 +21,12 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import Lane, of_lane
-from tvm_attn.schedules.primitives.hopper.barriers import Cursor, begin_barriers
+from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
+from tvm_attn.schedules.primitives.hopper.boxes import block_map
 from tvm_attn.schedules.primitives.hopper.feeding import (
     Feed,
-    block_map,
-    feed_keys,
-    feed_values,
+    announce_and_feed_items,
+    feed_items,
     first_block,
     last_block,
 )
@@ -46,7 +46,7 @@ from tvm_attn.schedules.primitives.hopper.rows import (
     take_queries,
     wait_for_slot,
 )
-from tvm_attn.schedules.primitives.hopper.shared import HopperShared, comes_in_boxes
+from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
 from tvm_attn.schedules.primitives.hopper.softmax import (
     move_references,
@@ -67,7 +67,7 @@ from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.scores import hide, logits, may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
-from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import Arguments, bind
@@ -81,11 +81,11 @@ NUM_OUTPUTS = 5
 
 @dataclass(frozen=True)
 class Maps:
-    """Tensor maps of a kernel; those of q and out are None where their rows are no boxes."""
+    """Tensor maps of a kernel; None of what is not copied in boxes."""
 
     q: TensorMap | None
-    k: TensorMap
-    v: TensorMap
+    k: TensorMap | None
+    v: TensorMap | None
     out: TensorMap | None
 
     @staticmethod
@@ -93,13 +93,14 @@ class Maps:
         spec: AttentionSpec, tile: HopperTile, given: Arguments, q: Any, k: Any, v: Any, out: Any
     ) -> Maps:
         """Encode them, on the host."""
-        keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
-        if not comes_in_boxes(spec):
-            return Maps(None, keys, values, None)
-        queries = rows_map(q, given.q, spec.group_size)
-        if str(spec.o_dtype) == "float32":
-            return Maps(queries, keys, values, None)
-        return Maps(queries, keys, values, rows_map(out, given.outputs.out, spec.group_size))
+        keys = values = queries = outputs = None
+        if not tile.gathers:
+            keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
+        if comes_in_boxes(spec):
+            queries = rows_map(q, given.q, spec.group_size)
+            if str(spec.o_dtype) != "float32":
+                outputs = rows_map(out, given.outputs.out, spec.group_size)
+        return Maps(queries, keys, values, outputs)
 
 
 @T.inline
@@ -240,21 +241,28 @@ def attend(cta, group, given, arrivals, t0, end):
 
 @T.inline
 def copy(cta, given, maps, t0, end):
-    """Copy what the warpgroups that multiply need, and what they leave behind."""
-    shared = T.meta_var(cta.shared)
+    """Copy what the warpgroups that multiply need, and what they leave behind.
+
+    K and V are fed by a warp each, or where rows are gathered by two: then the warps that serve the
+    slots feed values as well.
+    """
     warp: T.let[T.int32] = of_lane(cta.warp, 0)
+    part = T.meta_var(warp % cta.tile.feeders)
     if warp == 0:
-        keys = T.meta_var(Cursor.begin(shared.keys, fills=True))
-        pages = T.meta_var(given.k.shape[0])
-        feed = T.meta_var(Feed(cta, maps.k, pages, shared.k, shared.dim_qk, shared.keys, keys))
-        feed_keys(feed, given, t0, end)
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        announce_and_feed_items(keys, given, t0, end)
+    elif cta.tile.feeders == 1:
+        if warp == 1:
+            values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+            feed_items(values, given.batch, t0, end)
+        else:
+            serve_slot(cta, given, maps, warp - 2, t0, end, None)
     elif warp == 1:
-        values = T.meta_var(Cursor.begin(shared.values, fills=True))
-        pages = T.meta_var(given.v.shape[0])
-        feed = T.meta_var(Feed(cta, maps.v, pages, shared.v, shared.dim_vo, shared.values, values))
-        feed_values(feed, given, t0, end)
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        feed_items(keys, given.batch, t0, end)
     else:
-        serve_slot(cta, given, maps, warp - 2, t0, end)
+        values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+        serve_slot(cta, given, maps, warp - 2, t0, end, values)
 
 
 def attention(

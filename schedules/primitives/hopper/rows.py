@@ -16,11 +16,15 @@ from tvm_attn.schedules.primitives.fragments import (
     pack,
 )
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
-from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes
 from tvm_attn.schedules.primitives.hopper.slots import slot_pointer, stores_through_slot
 from tvm_attn.schedules.primitives.shapes import DEPTH
 from tvm_attn.schedules.primitives.store import store_part, store_row
-from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, ELEMENT_BYTES, WARPGROUP_ROWS
+from tvm_attn.schedules.tiles_sm90 import (
+    COLUMN_GROUP,
+    ELEMENT_BYTES,
+    WARPGROUP_ROWS,
+    comes_in_boxes,
+)
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
 
