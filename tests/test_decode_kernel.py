@@ -10,6 +10,7 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
+from tests.compiling import unwritten_operands
 from tests.generating import generate_kernel
 from tvm_attn.schedules import decode
 from tvm_attn.schedules.families import tiles_to_try
@@ -107,6 +108,17 @@ def test_pairs_of_chunks_are_where_their_elements_are(columns: int, dtype: str) 
     for row, chunk in product(range(16), range(columns // tile.chunk)):
         pointer = Analyzer().simplify(tile.chunk_pointer(1, row, chunk % 2, chunk // 2))
         assert int(pointer) == int(tile.index(1, row, chunk * tile.chunk)) * size
+
+
+def test_operands_that_nothing_writes_are_found() -> None:
+    problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16")
+    tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
+    kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
+    assert not unwritten_operands(kernel.body)
+    product = next(line for line in kernel.body.splitlines() if "mma_sync" in line)
+    operand = product.split(",")[4].split("[")[0].strip()
+    spoilt = kernel.body.replace(product, product.replace(f"{operand}[", "nowhere["))
+    assert unwritten_operands(spoilt) == {"nowhere"}
 
 
 def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:

@@ -15,9 +15,8 @@ from tvm_attn.variant import Expr
 
 @dataclass(frozen=True)
 class HeldTask(Task):
-    """A task whose keys, and which of them all rows see, are at hand."""
+    """A task whose end, and which of whose keys all rows see, are at hand."""
 
-    begin: Expr
     end: Expr
     seen_from: Expr
     seen_to: Expr
@@ -25,15 +24,10 @@ class HeldTask(Task):
     @staticmethod
     def hold(task: Task) -> HeldTask:
         """Read them."""
-        words = (Derived.FIRST_KEY, Derived.END_KEY, Derived.FIRST_SEEN, Derived.LAST_SEEN)
+        words = (Derived.END_KEY, Derived.FIRST_SEEN, Derived.LAST_SEEN)
         held = (T.Bind(task.words[task.first + word]) for word in words)
         fields = (task.hooks, task.group_size, task.batch, task.request, task.kv_head)
         return HeldTask(*fields, task.words, task.first, *held)
-
-    @property
-    def first_key(self) -> Expr:
-        """First key to attend to."""
-        return self.begin
 
     @property
     def end_key(self) -> Expr:
@@ -61,7 +55,7 @@ def derive_keys(cta, task):
         seen = T.meta_var(task.seen())
         task.words[task.first + Derived.FIRST_KEY] = keys[0]
         task.words[task.first + Derived.END_KEY] = keys[1]
-        task.words[task.first + Derived.FIRST_SEEN] = seen.first
+        task.words[task.first + Derived.FIRST_SEEN] = T.max(seen.first, keys[0])
         task.words[task.first + Derived.LAST_SEEN] = T.min(seen.last, keys[1] - 1)
         if cta.hooks.variant.logits_transform is not None:
             task.words[task.first + Derived.FACTOR] = T.reinterpret("int32", factor_of(cta, task))
