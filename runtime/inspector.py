@@ -23,6 +23,8 @@ ALONE = 72
 """CTAs that it takes to have all of the memory's speed, more or less."""
 CROWD = 2
 """Units for each cluster that are still few, where some are cut."""
+SEVERAL = 3
+"""Units for each cluster that are still few, where none is cut."""
 MERGE_TOKENS = 2**14
 """Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
@@ -104,7 +106,8 @@ class Inspector:
         """Return the family, or one in clusters that takes its place in a batch, and its split.
 
         With few units of like length none is cut: the largest clusters share one each that are as
-        many. With few of which some are much longer, clusters have fewer parts to merge.
+        many. Where lengths differ, larger clusters may take several each. With few units of which
+        some are much longer, clusters have fewer parts to merge.
         """
         units = units * self._num_kv_heads
         is_decoding = plan.max_qo_len * self._group_size <= family.rows
@@ -112,7 +115,11 @@ class Inspector:
         for each in fitting:
             if self._pays_whole(plan, each):
                 return each, UNCUT
-        for each in self._clusters if fitting else ():
+        few = self._clusters if fitting else []
+        for each in few:
+            if units <= SEVERAL * ctas[each] and self._pays_whole(plan, each):
+                return each, UNCUT
+        for each in few:
             if units <= CROWD * ctas[each]:
                 return each, 0
         return family, 0

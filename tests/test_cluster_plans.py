@@ -52,6 +52,7 @@ def work_of(kv_lens: list[int], heads: int) -> WorkList:
         ([65536] + [512] * 63, 1, 4, 1),
         ([32768] + [512] * 255, 1, 1, 1),
         ([0] * 20, 1, 8, 0),
+        ([4161, 3445, 3185, 1885, 845, 650, *[215] * 10], 8, 4, 0),
     ],
 )
 def test_few_units_are_shared(kv_lens: list[int], heads: int, cluster: int, cut: int) -> None:

@@ -48,13 +48,14 @@ def factor_of(cta: Any, task: Task) -> Expr:
 def derive_keys(cta, task):
     """Keep what follows from a task: its keys, those that all rows see, and, for hooks, the factor.
 
-    Without a hook for it the factor is read where it is needed: here, all would wait for it.
+    Without a hook for it the factor is read where it is needed: here, all would wait for it. Where
+    there are no keys they end at 0, so that none is before the end in a run that begins earlier.
     """
     if cta.lane.index == 0:
         keys = T.meta_var(task.keys())
         seen = T.meta_var(task.seen())
         task.words[task.first + Derived.FIRST_KEY] = keys[0]
-        task.words[task.first + Derived.END_KEY] = keys[1]
+        task.words[task.first + Derived.END_KEY] = T.Select(keys[0] < keys[1], keys[1], 0)
         task.words[task.first + Derived.FIRST_SEEN] = T.max(seen.first, keys[0])
         task.words[task.first + Derived.LAST_SEEN] = T.min(seen.last, keys[1] - 1)
         if cta.hooks.variant.logits_transform is not None:

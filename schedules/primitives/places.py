@@ -13,6 +13,7 @@ from tvm_attn.schedules.primitives.registers import held
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
+NO_PLACE = 0xFFFFFFFF
 LARGEST_UNIT = 2**20
 """Elements."""
 LOWEST_BIT = r"""
