@@ -1,0 +1,153 @@
+"""A CTA whose threads do all things together, as `tvm_attn.tir.parallel` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.fragments import ALL_LANES
+from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.tir.planner_ints import assign, ceil_div, store, var
+
+Expr = Any
+Total = tuple[Any, Callable[[Any, Any], Any]]
+
+THREADS = 1024
+WARPS = THREADS // WARP
+LANE_BITS = WARP.bit_length() - 1
+MOST_TOTALS = 5
+"""Variables that are agreed on at once."""
+
+RAISE = """
+__device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
+"""
+
+
+def from_below(value: Expr, lanes: int) -> Expr:
+    """Return the value of the lane so many below."""
+    return T.cuda.__shfl_up_sync(T.uint32(ALL_LANES), value, lanes, WARP)
+
+
+def from_across(value: Expr, lanes: int) -> Expr:
+    """Return the value of the lane whose number differs in a bit."""
+    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
+
+
+def agree_in_warp(variable: Any, combine: Callable[[Any, Any], Any]) -> None:
+    """Combine a variable of all lanes, to the same in each."""
+    for bit in range(LANE_BITS):
+        assign(variable, combine(variable, from_across(variable, 1 << bit)))
+
+
+@T.inline
+def add_up_lanes(variable, lane):
+    """Add the values of the lanes below to a lane's own."""
+    for bit in T.unroll(LANE_BITS):
+        below = var(from_below(variable, T.shift_left(1, bit)))
+        if lane >= T.shift_left(1, bit):
+            variable = variable + below
+
+
+@T.inline
+def arrive(cta, counter, is_last):
+    """Count this CTA in when all it wrote is visible, and find whether all others are by now."""
+    T.cuda.thread_fence()
+    cta.meet(0)
+    if cta.thread == 0:
+        before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
+        cta.common[0] = T.Cast("int64", before == cta.num_ctas - 1)
+        if before == cta.num_ctas - 1:
+            counter[0] = 0
+    cta.meet(0)
+    is_last = T.Cast("int32", cta.common[0])
+    cta.meet(0)
+    T.cuda.thread_fence()
+
+
+@T.inline
+def add_up_partials(cta):
+    """Replace the words of the threads by the sums of those before."""
+    own = var(cta.partial[cta.thread])
+    total = var(own)
+    add_up_lanes(total, cta.lane)
+    if cta.lane == WARP - 1:
+        cta.common[cta.warp] = total
+    cta.meet(0)
+    of_warps = var(cta.common[cta.lane])
+    add_up_lanes(of_warps, cta.lane)
+    before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
+    cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
+    cta.meet(0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A CTA of `THREADS` threads; ``common`` is an int64 array for what they tell one another.
+
+    ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
+    ``job`` is what they do, the number of jobs if it is something else.
+    """
+
+    thread: Expr
+    warp: Expr
+    lane: Expr
+    num_ctas: Expr
+    planner: Any
+    planners: Any
+    job: Any
+    partial: Any
+    common: Any
+    threads: int = THREADS
+    add_up_partials: Any = add_up_partials
+    arrive: Any = arrive
+
+    def turns(self, count: Expr) -> Expr:
+        """How often each thread has a number below `count`."""
+        return ceil_div(count, THREADS)
+
+    def index(self, turn: Expr, count: Expr) -> Expr:
+        """Return a thread's number in its turn."""
+        return turn * THREADS + self.thread
+
+    def meet(self, near: Any) -> None:
+        """Wait for all threads, or, if `near` is not 0, for those of the warp."""
+        if isinstance(near, int):
+            T.evaluate(T.cuda.cta_sync())
+            return
+        with T.If(near != 0):
+            with T.Then():
+                T.evaluate(T.cuda.warp_sync())
+            with T.Else():
+                T.evaluate(T.cuda.cta_sync())
+
+    def agree(self, totals: Sequence[Total]) -> None:
+        """Combine variables of all threads, to the same in each."""
+        for place, (variable, combine) in enumerate(totals):
+            agree_in_warp(variable, combine)
+            with T.If(self.lane == 0), T.Then():
+                store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
+        self.meet(0)
+        for place, (variable, combine) in enumerate(totals):
+            found = self.common[place * WARPS + self.lane]
+            assign(variable, T.cast(found, str(variable.ty)))
+            agree_in_warp(variable, combine)
+        self.meet(0)
+
+    def is_first(self) -> Expr:
+        """Whether this is the one thread that writes what all know."""
+        return T.And(self.planner == 0, self.thread == 0)
+
+    def raise_to(self, words: Any, value: Expr) -> None:
+        """Make a word of memory at least as large as a value."""
+        call = T.cuda.func_call(
+            "raise_to", words.ptr_to([0]), value, source_code=RAISE, return_type="void"
+        )
+        T.evaluate(call)
+
+    def plan_alone(self) -> None:
+        """Do by itself from now on what several CTAs did."""
+        assign(self.planner, 0)
+        assign(self.planners, 1)

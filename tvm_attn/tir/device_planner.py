@@ -1,0 +1,439 @@
+"""The planner as a parallel kernel: what `tvm_attn.tir.planner` makes, bit for bit, on a device.
+
+The policy is that of the host, which is sums, sorts and searches: here all threads of a CTA do each
+of them together. Every family's work is planned by some CTAs that all do the same, but share the
+writing of its items; others copy the page ids and check them. Nothing waits for anything: the CTA
+that is done last plans again for a batch without keys if a page id was wrong.
+
+Units that a cache should hold together (`tvm_attn.tir.planner_greedy`) are not planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.tir import device_batch as batches
+from tvm_attn.tir.device_deal import (
+    close_merges,
+    deal_line,
+    deal_snake,
+    each_shared,
+    measure_line,
+    measure_snake,
+    place_boundaries,
+    write_merges,
+)
+from tvm_attn.tir.device_units import Counts, Keys, count_parts, cut_units, list_units
+from tvm_attn.tir.planner_batch import Batch
+from tvm_attn.tir.planner_deal import WorkList
+from tvm_attn.tir.planner_ints import (
+    INT32_MAX,
+    LENGTH_LIMIT,
+    Divisor,
+    as_bit,
+    assign,
+    carve,
+    high_word,
+    low_word,
+    reciprocal,
+    saturate,
+    scalar,
+    var,
+    wide,
+)
+from tvm_attn.tir.planner_line import SNAP, Line
+from tvm_attn.tir.planner_units import Family, KvBounds, Lengths, Longest, Machine, Multiples
+from tvm_attn.worklist import ITEM_WORDS, MERGE_WORDS, Header, Job, Place, Role, Status
+
+ALONE = 72
+CROWD_TOKENS = 2**14
+
+UNSIZED = 1 << 24
+"""Entries of an array whose size is not known here: more than it has."""
+
+NONE, UNITS, PIECES, LINE = range(4)
+"""What a plan deals: nothing yet, whole units or their pieces back and forth, a line."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Arrays of a CTA's own: int64 for so many rows, and for so many CTAs; int32 for CTAs."""
+
+    unit_keys: Any
+    piece_keys: Any
+    parts: Any
+    sums: Any
+    at: Any
+    counts: Any
+    rank: Any
+    head: Any
+    cut: Any
+
+    def line(self) -> Line:
+        """Return the boundaries of a line, and allocate its variables."""
+        totals = (scalar("int64") for _ in range(3))
+        return Line(self.at, self.rank, self.head, self.cut, *totals)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Variables of the plan settled for: its kind (int32), and totals (int64)."""
+
+    kind: Any
+    max_load: Any
+    total: Any
+    items: Any
+    slots: Any
+    merges: Any
+
+    @staticmethod
+    def allocate() -> Plan:
+        """Allocate the variables."""
+        return Plan(scalar("int32"), *(scalar("int64") for _ in range(5)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A plan's memory on a device: `block`, and where in it the arrays begin.
+
+    `place` has a word of `Place` for each array of the batch, `jobs` a row of `Job` of each family.
+    """
+
+    block: Any
+    place: Any
+    jobs: Any
+
+    def array(self, begin: Any, *row: int) -> Any:
+        """View an array that begins at a word, of rows or of numbers."""
+        return carve(self.block, begin, (UNSIZED, *row))
+
+    def of_batch(self, place: Place) -> Any:
+        """View an array of the batch."""
+        return self.array(self.place[int(place)])
+
+    def derived(self) -> batches.Derived:
+        """View the arrays of a batch's requests, and allocate the variables of the whole."""
+        indptrs = (Place.QO_INDPTR, Place.KV_INDPTR)
+        places = (*indptrs, Place.KV_LEN, Place.Q_POS_OFFSET, Place.KV_POS_OFFSET)
+        return batches.Derived(*map(self.of_batch, places), **batches.totals())
+
+    def rows(self, job: Any) -> list[Any]:
+        """View the tables of a family's units and pieces."""
+        words = (Job.UNIT_ROWS, Job.PIECE_ROWS)
+        return [self.array(self.jobs[job, int(word)], ITEM_WORDS) for word in words]
+
+    def work_list(self, job: Any) -> WorkList:
+        """View a family's work list."""
+        words = (Job.ITEMS, Job.CTA_INDPTR, Job.MERGE_ITEMS, Job.MERGE_INDPTR)
+        begins = (self.jobs[job, int(word)] for word in words)
+        rows = ((ITEM_WORDS,), (), (MERGE_WORDS,), ())
+        return WorkList(*(self.array(at, *row) for at, row in zip(begins, rows, strict=True)))
+
+
+@T.inline
+def settle(plan, kind, max_load, total, items, slots, merges):
+    """Settle for a plan."""
+    assign(plan.kind, kind)
+    assign(plan.max_load, max_load)
+    assign(plan.total, total)
+    assign(plan.items, items)
+    assign(plan.slots, slots)
+    assign(plan.merges, merges)
+
+
+def is_uneven(plan: Plan, machine: Machine) -> Any:
+    """Whether the longest CTA has more than 1.1 times the mean."""
+    return plan.max_load * wide(machine.num_ctas) * T.int64(10) > plan.total * T.int64(11)
+
+
+def heads_times(count: Any, machine: Machine) -> Any:
+    """Return so many in every head."""
+    return wide(count) * wide(machine.heads.value)
+
+
+@T.inline
+def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, loads):
+    """Cut long units, or all with a fixed split, and settle for that if it is better."""
+    is_fixed = T.meta_var(split > 0)
+    share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
+    by_split = T.meta_var(Multiples(T.max(T.min(split, LENGTH_LIMIT), 1)))
+    by_share = T.meta_var(Longest(machine, share))
+    count_parts(
+        cta,
+        units,
+        rows[0],
+        parts,
+        machine,
+        lambda *args: T.if_then_else(is_fixed, by_split.parts(*args), by_share.parts(*args)),
+    )
+    slots = var(heads_times(parts.slots(units.count), machine))
+    is_few = T.meta_var(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas)))
+    if T.Or(is_fixed, is_few):
+        cut_units(
+            cta,
+            units,
+            rows[0],
+            parts,
+            pieces,
+            rows[1],
+            machine,
+            lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
+        )
+        measure_snake(cta, pieces, machine, loads, load)
+        if T.Or(plan.kind == NONE, load < plan.max_load):
+            merges = T.meta_var(heads_times(parts.merges(units.count), machine))
+            count = T.meta_var(heads_times(pieces.count, machine))
+            settle(plan, PIECES, load, pieces.total, count, slots, merges)
+
+
+@T.inline
+def decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, split):
+    """Settle for a plan: the policy."""
+    is_whole = var(as_bit(split >= LENGTH_LIMIT))
+    load = var(T.int64(0))
+    settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
+    if T.Or(split == 0, is_whole != 0):
+        measure_snake(cta, units, machine, scratch.sums, load)
+        items = T.meta_var(heads_times(units.count, machine))
+        settle(plan, UNITS, load, units.total, items, T.int64(0), T.int64(0))
+    if is_whole == 0:
+        if T.Or(split > 0, is_uneven(plan, machine)):
+            try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, scratch.sums)
+        if T.And(split == 0, is_uneven(plan, machine)):
+            place_boundaries(cta, line, scratch.sums, units, machine, SNAP)
+            measure_line(cta, line, machine)
+            if line.max_load < plan.max_load:
+                settle(
+                    plan,
+                    LINE,
+                    line.max_load,
+                    units.total + line.cuts * wide(machine.overhead),
+                    heads_times(units.count, machine) + line.cuts,
+                    line.cuts + line.merges,
+                    line.merges,
+                )
+
+
+@T.inline
+def deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room):
+    """Write the work list that was settled for."""
+    if plan.kind == UNITS:
+        deal_snake(cta, units, rows[0], machine, out)
+    if plan.kind == PIECES:
+        deal_snake(cta, pieces, rows[1], machine, out)
+        write_merges(cta, parts, units, rows[0], machine, out)
+    if plan.kind == LINE:
+        deal_line(cta, line, counts, units, rows[0], machine, out)
+    close_merges(cta, out, plan, room)
+
+
+@T.inline
+def summarise(plan, header):
+    """Write what the plan is to its header: by one thread."""
+    header[int(Header.STATUS)] = 0
+    header[int(Header.NUM_ITEMS)] = saturate(plan.items)
+    header[int(Header.NUM_SLOTS)] = saturate(plan.slots)
+    header[int(Header.NUM_MERGES)] = saturate(plan.merges)
+    header[int(Header.MAX_LOAD)] = saturate(plan.max_load)
+    header[int(Header.TOTAL_LOAD_LO)] = low_word(plan.total)
+    header[int(Header.TOTAL_LOAD_HI)] = high_word(plan.total)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The family in clusters, and how it is chosen: `size` is 0 if there is none."""
+
+    size: Any
+    count: Any
+    rows: Any
+
+
+@T.inline
+def choose(derived, clusters, group_size, num_kv_heads, split, takes, whole):
+    """Find whether the family in clusters takes few units (`takes`), and whether it cuts none."""
+    units = T.meta_var(derived.units * num_kv_heads)
+    is_decoding = T.meta_var(derived.max_qo_len * group_size <= clusters.rows)
+    fits = T.meta_var(T.And(clusters.size > 0, units <= clusters.count))
+    assign(takes, as_bit(T.And(T.And(split == 0, is_decoding), fits)))
+    tokens = T.meta_var(derived.tokens * wide(num_kv_heads) + T.int64(CROWD_TOKENS))
+    share = T.meta_var(
+        T.truncdiv(wide(derived.max_kv_len) * T.int64(ALONE), wide(T.max(clusters.size, 1)))
+    )
+    assign(whole, as_bit(share <= tokens))
+
+
+@T.inline
+def plan_family(cta, memory, job, derived, scratch, problem):
+    """Plan the work of a family."""
+    jobs = T.meta_var(memory.jobs)
+    group_size, num_kv_heads, split = T.meta_var(
+        (problem.group_size, problem.num_kv_heads, problem.split)
+    )
+    clusters = T.meta_var(problem.clusters)
+    num_ctas = var(jobs[job, int(Job.NUM_CTAS)])
+    granule = var(jobs[job, int(Job.GRANULE)])
+    role = var(jobs[job, int(Job.ROLE)])
+    room = var(jobs[job, int(Job.MERGES)])
+    takes = var(0)
+    whole = var(0)
+    choose(derived, clusters, group_size, num_kv_heads, split, takes, whole)
+    own_split = var(T.Select(T.And(role == int(Role.CLUSTERS), whole != 0), LENGTH_LIMIT, split))
+    has_work = var(
+        T.Select(
+            role == int(Role.CLUSTERS),
+            takes,
+            T.Select(role == int(Role.REPLACED), 1 - takes, 1),
+        )
+    )
+    heads_reciprocal = var(reciprocal(num_kv_heads))
+    granule_reciprocal = var(reciprocal(granule))
+    group_reciprocal = var(reciprocal(group_size))
+    machine = T.meta_var(
+        Machine(
+            num_ctas,
+            Divisor(num_kv_heads, heads_reciprocal),
+            Divisor(granule, granule_reciprocal),
+            jobs[job, int(Job.OVERHEAD)],
+        )
+    )
+    row_max = var(jobs[job, int(Job.ROW_MAX)] * has_work)
+    family = T.meta_var(
+        Family(
+            Divisor(group_size, group_reciprocal),
+            jobs[job, int(Job.ROW_MIN)],
+            row_max,
+            jobs[job, int(Job.TILE_ROWS)],
+        )
+    )
+    lengths = T.meta_var(
+        Lengths(
+            derived.size,
+            derived.qo_indptr,
+            derived.kv_len,
+            derived.q_pos_offset,
+            derived.kv_pos_offset,
+        )
+    )
+    rows = T.meta_var(memory.rows(job))
+    out = T.meta_var(memory.work_list(job))
+    plan = T.meta_var(Plan.allocate())
+    units = T.meta_var(Keys.allocate(scratch.unit_keys))
+    pieces = T.meta_var(Keys.allocate(scratch.piece_keys))
+    parts = T.meta_var(Counts(scratch.parts))
+    counts = T.meta_var(Counts(scratch.counts))
+    line = T.meta_var(scratch.line())
+    list_units(cta, units, rows[0], scratch.sums, lengths, family, machine, problem.kv_bounds)
+    decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, own_split)
+    deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room)
+    if cta.is_first():
+        summarise(plan, memory.array(jobs[job, int(Job.HEADER)]))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel's planner is given besides the batch: numbers, and what its hooks see."""
+
+    limits: batches.Limits
+    clusters: Clusters
+    group_size: Any
+    num_kv_heads: Any
+    split: Any
+    kv_bounds: KvBounds | None
+
+
+@T.inline
+def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
+    """Copy page ids, and note the first that is negative or that the cache does not have."""
+    worst = var(0)
+
+    @T.inline
+    def copy_page(i):
+        page = var(kv_indices[i])
+        copied[i] = page
+        if T.Or(page < 0, page >= num_pages):
+            assign(worst, T.max(worst, INT32_MAX - i))
+
+    each_shared(cta, count, copy_page)
+    if worst > 0:
+        cta.raise_to(first_bad, worst)
+
+
+@T.inline
+def plan_batch(cta, batch, kv_indices, given, memory, problem, derived, scratch, job, stop, bad):
+    """Plan the work of some families, `bad` being a fault of the page ids."""
+    batches.derive(cta, batch, kv_indices.shape[0], problem.limits, given, derived)
+    assign(derived.fault, T.min(derived.fault, bad))
+    if T.And(job == 0, cta.is_first()):
+        header = T.meta_var(memory.of_batch(Place.HEADER))
+        batches.write_header(batch, kv_indices, derived, header)
+    if derived.fault != T.int64(batches.NO_FAULT):
+        batches.replace(cta, problem.limits, derived)
+    while job < stop:
+        plan_family(cta, memory, job, derived, scratch, problem)
+        job = job + 1
+
+
+@T.inline
+def plan_on_device(cta, batch, kv_indices, given, memory, problem, scratch):
+    """Do what one of the CTAs does: plan a family's work or copy pages; the last one looks back."""
+    limits = T.meta_var(problem.limits)
+    num_jobs = T.meta_var(memory.jobs.shape[0])
+    derived = T.meta_var(memory.derived())
+    words = T.meta_var(memory.of_batch(Place.FIRST_BAD))
+    job = var(cta.job)
+    stop = var(T.min(job + 1, num_jobs))
+    bad = var(T.int64(batches.NO_FAULT))
+    is_last = var(0)
+    for attempt in T.serial(2):
+        if job < stop:
+            plan_batch(
+                cta, batch, kv_indices, given, memory, problem, derived, scratch, job, stop, bad
+            )
+        if attempt == 0:
+            if batch.paged:
+                if cta.job == num_jobs:
+                    pages = T.meta_var(batch.kv_indptr[batch.size])
+                    most = T.meta_var(T.min(kv_indices.shape[0], limits.pages))
+                    copied = T.meta_var(memory.of_batch(Place.KV_INDICES))
+                    count = var(T.max(T.min(pages, most), 0))
+                    copy_pages(cta, kv_indices, count, limits.num_pages, copied, words)
+            cta.arrive(cta, memory.of_batch(Place.ARRIVALS), is_last)
+            if is_last != 0:
+                worst = var(words[0])
+                cta.meet(0)
+                if worst > 0:
+                    where = var(INT32_MAX - worst)
+                    page = T.meta_var(kv_indices[where])
+                    negative = T.meta_var(batches.fault_at(page < 0, Status.KV_INDEX, where))
+                    missing = T.meta_var(batches.fault_at(page >= 0, Status.NO_PAGE, where))
+                    bad = T.min(negative, missing)
+                    job = 0
+                    stop = num_jobs
+                    cta.plan_alone()
+                    words[0] = 0
+
+
+PARAMETERS = ("page_size", "group_size", "num_kv_heads", "split")
+"""Numbers that a planner takes first; then come those of `Limits` and of `Clusters`."""
+
+
+def problem_of(numbers: Sequence[Any], kv_bounds: KvBounds | None) -> Problem:
+    """Return the problem that numbers describe: those of `PARAMETERS` but the first, and so on."""
+    group_size, num_kv_heads, split, *others = numbers
+    limits, clusters = batches.Limits(*others[:5]), Clusters(*others[5:])
+    return Problem(limits, clusters, group_size, num_kv_heads, split, kv_bounds)
+
+
+def carve_scratch(
+    carve_int64: Callable[[int], Any], carve_int32: Callable[[int], Any], rows: int, ctas: int
+) -> Scratch:
+    """Take arrays for so many rows and CTAs."""
+    return Scratch(
+        *(carve_int64(rows + 1) for _ in range(4)),
+        *(carve_int64(ctas + 1) for _ in range(2)),
+        *(carve_int32(ctas + 1) for _ in range(3)),
+    )
