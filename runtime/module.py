@@ -74,7 +74,8 @@ class AttentionModule:
         self._machine: Machine
         if on_gpu:
             code, usual = libraries["attention"], meta.get("multiprocessors", MULTIPROCESSORS)
-            self._machine = CudaMachine(spec, self.families, num_ctas, self.target, usual, code)
+            kinds = (num_ctas, self.target, usual, code, libraries.get("device_planner"))
+            self._machine = CudaMachine(spec, self.families, *kinds)
         else:
             self._machine = CpuMachine(spec, self.families, num_ctas)
         inspector = Inspector(

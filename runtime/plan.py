@@ -195,6 +195,7 @@ class Plan:
     def replace_by(self, other: Plan) -> None:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        self.__class__, other.__class__ = other.__class__, self.__class__
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""

@@ -100,6 +100,10 @@ class Room:
         """Return an array, in its largest shape."""
         return self._views[name]
 
+    def begin(self, name: Any) -> int:
+        """Return the word at which an array begins."""
+        return self._begins[name]
+
     def fill(self, arrays: Mapping[Any, Ints]) -> None:
         """Copy arrays here, on the current stream; they may change once this has returned."""
         end = max((self._begins[name] + array.size for name, array in arrays.items()), default=0)

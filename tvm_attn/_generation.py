@@ -87,6 +87,15 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
     return compile_functions("planner", functions, portable_host())
 
 
+def generate_device_planner(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> Artifact:
+    """Compile the planner for a GPU."""
+    from tvm_attn.schedules.device_planner import device_planner
+
+    function = device_planner(spec.is_paged, hooks.key_positions, hooks.parameters(at="plan"))
+    name = "device_planner"
+    return compile_functions(name, {"plan_on_device": function}, target, dialect="tirx")
+
+
 def generate_kernel(
     spec: AttentionSpec, hooks: Any, target: BuildTarget, schedule: str | None, phases: Phases
 ) -> Artifact:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tvm_attn._generation import (
     compile_functions,
     explain_choice,
     explain_tiles,
+    generate_device_planner,
     generate_kernel,
     generate_planner,
     query_tiles,
@@ -111,12 +114,22 @@ def build(
             portable_host(),
             lambda _: generate_planner(spec, hooks),
         )
-        with _built_meanwhile(planner_part, unless=kernel_part.is_there()):
+        others = {"planner": planner_part}
+        if built_for.arch:
+            others["device_planner"] = _Part(
+                "device_planner",
+                {**planner_part.content, "target": built_for.key()},
+                built_for,
+                lambda _: generate_device_planner(spec, hooks, built_for),
+            )
+        with ExitStack() as stack:
+            for part in others.values():
+                stack.enter_context(_built_meanwhile(part, unless=kernel_part.is_there()))
             try:
                 kernel, attention = kernel_part.obtain()
             except CompileError as error:
                 raise CompileError(f"variant {str(hooks.variant)!r}: {error}") from error
-        host, planner = planner_part.obtain()
+        made = {name: part.obtain() for name, part in others.items()}
     _dump(kernel_part.key, kernel)
     artifact = Artifact(
         {
@@ -127,11 +140,12 @@ def build(
             "variant": str(hooks.variant),
             "params": [asdict(param) for param in hooks.variant.params],
         },
-        {**kernel.libraries, **host.libraries},
+        reduce(or_, (part.libraries for part, _ in made.values()), dict(kernel.libraries)),
         kernel.texts,
-        kernel.devices,
+        reduce(or_, (part.devices for part, _ in made.values()), dict(kernel.devices)),
     )
-    return AttentionModule(artifact, {"attention": attention, "planner": planner})
+    libraries = {name: library for name, (_, library) in made.items()}
+    return AttentionModule(artifact, {"attention": attention, **libraries})
 
 
 def tile_tables(
@@ -305,6 +319,7 @@ class _Part:
         target: BuildTarget,
         generate: Callable[[str], Artifact],
     ):
+        self.content = content
         self.key, self._generate = cache_key(content), generate
         self.name = name_with_compiler(name, self.key) if target.arch else name
 

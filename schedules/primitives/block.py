@@ -15,9 +15,9 @@ from tvm_attn.tir.planner_ints import assign, ceil_div, store, var
 Expr = Any
 Total = tuple[Any, Callable[[Any, Any], Any]]
 
-THREADS = 1024
+THREADS = 512
 WARPS = THREADS // WARP
-LANE_BITS = WARP.bit_length() - 1
+LANE_BITS, WARP_BITS = WARP.bit_length() - 1, WARPS.bit_length() - 1
 MOST_TOTALS = 5
 """Variables that are agreed on at once."""
 
@@ -36,9 +36,9 @@ def from_across(value: Expr, lanes: int) -> Expr:
     return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
 
 
-def agree_in_warp(variable: Any, combine: Callable[[Any, Any], Any]) -> None:
-    """Combine a variable of all lanes, to the same in each."""
-    for bit in range(LANE_BITS):
+def agree_in_warp(variable: Any, combine: Callable[[Any, Any], Any], bits: int) -> None:
+    """Combine a variable of the lanes whose numbers differ in so many bits, to the same in each."""
+    for bit in range(bits):
         assign(variable, combine(variable, from_across(variable, 1 << bit)))
 
 
@@ -76,7 +76,7 @@ def add_up_partials(cta):
     if cta.lane == WARP - 1:
         cta.common[cta.warp] = total
     cta.meet(0)
-    of_warps = var(cta.common[cta.lane])
+    of_warps = var(cta.common[cta.lane % WARPS])
     add_up_lanes(of_warps, cta.lane)
     before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
     cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
@@ -126,14 +126,14 @@ class Block:
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
         for place, (variable, combine) in enumerate(totals):
-            agree_in_warp(variable, combine)
+            agree_in_warp(variable, combine, LANE_BITS)
             with T.If(self.lane == 0), T.Then():
                 store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
         self.meet(0)
         for place, (variable, combine) in enumerate(totals):
-            found = self.common[place * WARPS + self.lane]
+            found = self.common[place * WARPS + self.lane % WARPS]
             assign(variable, T.cast(found, str(variable.ty)))
-            agree_in_warp(variable, combine)
+            agree_in_warp(variable, combine, WARP_BITS)
         self.meet(0)
 
     def is_first(self) -> Expr:
