@@ -152,7 +152,9 @@ class CudaMachine:
     ) -> Plan:
         """Launch the device's planner, which a CUDA graph can capture."""
         if self._planner is None:
-            raise ArtifactError("this kernel was exported without a planner for GPUs; build it anew")
+            raise ArtifactError(
+                "this kernel was exported without a planner for GPUs; build it anew"
+            )
         if reason := refuses(memory.counts, params):
             raise PlanError(f"the batch is on a GPU and cannot be planned there: {reason}")
         if memory.device_planner is None:
