@@ -10,7 +10,8 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.block import MOST_TOTALS, THREADS, WARPS, Block
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.device_planner import Memory, carve_scratch, plan_on_device, problem_of
+from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
+from tvm_attn.tir.device_policy import carve_scratch
 from tvm_attn.tir.planner_batch import Batch
 from tvm_attn.tir.planner_ints import var, variables_in
 from tvm_attn.tir.planner_units import KvBounds
@@ -61,7 +62,6 @@ def device_planner(
     kv_bounds, extra_params
         As of `tvm_attn.tir.planner.work_planner`.
     """
-
     with variables_in("local"):
 
         @T.prim_func(check_well_formed=False)
@@ -133,9 +133,18 @@ def device_planner(
                     *(planner, together, job, partial, common),
                 )
             )
-            arrays = T.meta_var((qo_indptr, kv_indptr, last_page_len, q_pos_offset, kv_pos_offset))
             batch = T.meta_var(
-                Batch(qo_indptr.shape[0] - 1, *arrays, page_size if paged else 1, group_size, paged)
+                Batch(
+                    size=qo_indptr.shape[0] - 1,
+                    qo_indptr=qo_indptr,
+                    kv_indptr=kv_indptr,
+                    last_page_len=last_page_len,
+                    q_pos_offset=q_pos_offset,
+                    kv_pos_offset=kv_pos_offset,
+                    page_size=page_size if paged else 1,
+                    group_size=group_size,
+                    paged=paged,
+                )
             )
             given = T.meta_var((q_pos_offset.shape[0] > 0, kv_pos_offset.shape[0] > 0))
             memory = T.meta_var(Memory(block, place, jobs))

@@ -8,8 +8,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.device_planner import Memory, plan_on_device
-from tvm_attn.tir.device_planner import carve_scratch, problem_of
+from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
+from tvm_attn.tir.device_policy import carve_scratch
 from tvm_attn.tir.planner_batch import Batch
 from tvm_attn.tir.planner_ints import assign, bind, carve, store, var
 from tvm_attn.tir.planner_units import KvBounds
@@ -21,7 +21,7 @@ THREADS = 24
 
 
 @T.inline
-def arrive(cta, counter, is_last):
+def arrive(cta: Any, counter: Any, is_last: Any) -> None:
     """Count a CTA in."""
     counter[0] = counter[0] + 1
     is_last = T.Select(counter[0] == cta.num_ctas, 1, 0)
@@ -30,7 +30,7 @@ def arrive(cta, counter, is_last):
 
 
 @T.inline
-def add_up_partials(cta):
+def add_up_partials(cta: Any) -> None:
     """Replace the words of threads by the sum of those before."""
     total = var(T.int64(0))
     for i in T.serial(THREADS):
@@ -111,7 +111,7 @@ def serial_planner(
         block_h: T.handle,
         longs_h: T.handle,
         ints_h: T.handle,
-    ):
+    ) -> None:
         qo_indptr = bind(qo_indptr_h, "qo_indptr")
         kv_indptr = bind(kv_indptr_h, "kv_indptr")
         kv_indices = bind(kv_indices_h, "kv_indices")

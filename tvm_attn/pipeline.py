@@ -90,7 +90,7 @@ def build(
     built_for = parse_target(target)
     backend = _backend(built_for, schedule)
     _check_dtypes(spec, built_for)
-    from tvm_attn.tir.fingerprint import fingerprint, range_fingerprint
+    from tvm_attn.tir.fingerprint import fingerprint
     from tvm_attn.tir.hooks import Hooks
 
     hooks = Hooks(variant or AttentionVariant())
@@ -108,20 +108,7 @@ def build(
             built_for,
             lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
         )
-        planner_part = _Part(
-            "planner",
-            {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)},
-            portable_host(),
-            lambda _: generate_planner(spec, hooks),
-        )
-        others = {"planner": planner_part}
-        if built_for.arch:
-            others["device_planner"] = _Part(
-                "device_planner",
-                {**planner_part.content, "target": built_for.key()},
-                built_for,
-                lambda _: generate_device_planner(spec, hooks, built_for),
-            )
+        others = _planners(spec, hooks, built_for)
         with ExitStack() as stack:
             for part in others.values():
                 stack.enter_context(_built_meanwhile(part, unless=kernel_part.is_there()))
@@ -146,6 +133,23 @@ def build(
     )
     libraries = {name: library for name, (_, library) in made.items()}
     return AttentionModule(artifact, {"attention": attention, **libraries})
+
+
+def _planners(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> dict[str, _Part]:
+    """Return the planner of the host, and that of a GPU if that is the target."""
+    from tvm_attn.tir.fingerprint import range_fingerprint
+
+    content = {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)}
+    host = _Part("planner", content, portable_host(), lambda _: generate_planner(spec, hooks))
+    if target.arch is None:
+        return {"planner": host}
+    device = _Part(
+        "device_planner",
+        {**content, "planner": "device", "target": target.key()},
+        target,
+        lambda _: generate_device_planner(spec, hooks, target),
+    )
+    return {"planner": host, "device_planner": device}
 
 
 def tile_tables(
@@ -319,7 +323,6 @@ class _Part:
         target: BuildTarget,
         generate: Callable[[str], Artifact],
     ):
-        self.content = content
         self.key, self._generate = cache_key(content), generate
         self.name = name_with_compiler(name, self.key) if target.arch else name
 

@@ -29,6 +29,10 @@ MERGE_WORDS = 4
 HEADER_WORDS = 32
 NO_SLOT = -1
 """Slot of an uncut unit: its item writes straight to the output."""
+ALONE = 72
+"""CTAs that it takes to have all of a GPU's memory's speed, more or less."""
+MERGE_TOKENS = 2**14
+"""Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
 
 class Item(IntEnum):

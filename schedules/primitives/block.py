@@ -62,7 +62,7 @@ def arrive(cta, counter, is_last):
         if before == cta.num_ctas - 1:
             counter[0] = 0
     cta.meet(0)
-    is_last = T.Cast("int32", cta.common[0])
+    assign(is_last, T.Cast("int32", cta.common[0]))
     cta.meet(0)
     T.cuda.thread_fence()
 

@@ -32,9 +32,7 @@ TOKENS = 16 * PAGES
 
 def on_gpu(fmt: BSR) -> BSR:
     parts = {f.name: getattr(fmt, f.name) for f in fields(fmt)}
-    return replace(
-        fmt, **{n: v.cuda() for n, v in parts.items() if isinstance(v, torch.Tensor)}
-    )
+    return replace(fmt, **{n: v.cuda() for n, v in parts.items() if isinstance(v, torch.Tensor)})
 
 
 @contextmanager
@@ -199,7 +197,7 @@ def test_what_only_the_host_plans_is_refused(machine: Machine) -> None:
     too_many = bad()
     with pytest.raises(LimitError, match="max_batch=3, its plan was limited to 2"):
         module.plan(too_many, limits=PlanLimits(2, 4, 320), max_qo_len=1)
-    with pytest.raises(PlanError, match="long.* dealt on the host; give a max_qo_len"):
+    with pytest.raises(PlanError, match=r"long.* dealt on the host; give a max_qo_len"):
         module.plan(bad(), limits=PlanLimits(4, 400, 320))
     masked = machine.kernel("custom_mask", SPEC)
     bits = torch.ones(93, dtype=torch.bool)

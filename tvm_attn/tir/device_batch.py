@@ -198,25 +198,25 @@ def value_at(batch: Batch, kv_indices: Any, status: Any, order: Any, where: Any)
         T.if_then_else(order == 2, batch.kv_pos_offset[where], 0),
     )
     found = T.if_then_else(order > 0, position, batch.excess(where))
-    cases = [
-        (Status.QO_INDPTR, batch.qo_indptr[where]),
-        (Status.KV_INDPTR, batch.kv_indptr[where]),
-        (Status.KV_INDICES_SHORT, batch.kv_indptr[batch.size]),
-        (Status.LAST_PAGE_LEN, last),
-        (Status.TOO_LONG, found),
-        (Status.QO_LIMIT, batch.qo_indptr[batch.size]),
-        (Status.KV_LIMIT, batch.kv_indptr[batch.size]),
-        (Status.QO_LEN, batch.qo_len(where)),
-    ]
+    page = T.int32(0)
     if batch.paged:
         of_page = T.Or(status == int(Status.KV_INDEX), status == int(Status.NO_PAGE))
-        cases.append((None, T.if_then_else(of_page, kv_indices[where], 0)))
-    else:
-        cases.append((None, T.int32(0)))
-    value = cases.pop()[1]
-    for code, one in reversed(cases):
-        value = T.if_then_else(status == int(code), one, value)
-    return value
+        page = T.if_then_else(of_page, kv_indices[where], 0)
+    values = {
+        Status.QO_INDPTR: batch.qo_indptr[where],
+        Status.KV_INDPTR: batch.kv_indptr[where],
+        Status.KV_INDICES_SHORT: batch.kv_indptr[batch.size],
+        Status.LAST_PAGE_LEN: last,
+        Status.TOO_LONG: found,
+        Status.QO_LIMIT: batch.qo_indptr[batch.size],
+        Status.KV_LIMIT: batch.kv_indptr[batch.size],
+        Status.QO_LEN: batch.qo_len(where),
+    }
+    return reduce(
+        lambda rest, case: T.if_then_else(status == int(case[0]), case[1], rest),
+        values.items(),
+        page,
+    )
 
 
 @T.inline

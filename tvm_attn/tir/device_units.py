@@ -82,15 +82,15 @@ class Counts:
         return low_word(T.bitwise_and(bits, T.int64((1 << COUNT_BITS) - 1)))
 
     def rows(self, i: Any) -> Any:
-        """Rows before."""
+        """Return the rows before."""
         return self._count(i, 0)
 
     def slots(self, i: Any) -> Any:
-        """Slots before."""
+        """Return the slots before."""
         return self._count(i, 1)
 
     def merges(self, i: Any) -> Any:
-        """Merges before."""
+        """Return the merges before."""
         return self._count(i, 2)
 
 
