@@ -174,7 +174,7 @@ class DevicePlan(Plan):
     def to_host(self) -> Plan:
         """Return what the plan holds, as a plan made on the host has it."""
         self.check()
-        held = _Held(self._memory.room)
+        held = Held(self._memory.room)
         words = held.header("header")
         size = self.batch_size
         pages = 0 if self._bsr.page_size is None else int(held.of("kv_indptr")[size])
@@ -208,7 +208,7 @@ class DevicePlan(Plan):
     __repr__ = __str__
 
 
-class _Held:
+class Held:
     """A copy on the host of what a plan's memory holds."""
 
     def __init__(self, room: Room):

@@ -59,7 +59,7 @@ class SerialCta:
     def index(self, turn: Any, count: Any) -> Any:
         return count - 1 - turn if self.is_backward else turn
 
-    def meet(self, near: Any) -> None:
+    def meet(self) -> None:
         """Nobody is late."""
 
     def agree(self, totals: Any) -> None:

@@ -55,15 +55,15 @@ def add_up_lanes(variable, lane):
 def arrive(cta, counter, is_last):
     """Count this CTA in when all it wrote is visible, and find whether all others are by now."""
     T.cuda.thread_fence()
-    cta.meet(0)
+    cta.meet()
     if cta.thread == 0:
         before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
         cta.common[0] = T.Cast("int64", before == cta.num_ctas - 1)
         if before == cta.num_ctas - 1:
             counter[0] = 0
-    cta.meet(0)
+    cta.meet()
     assign(is_last, T.Cast("int32", cta.common[0]))
-    cta.meet(0)
+    cta.meet()
     T.cuda.thread_fence()
 
 
@@ -75,12 +75,12 @@ def add_up_partials(cta):
     add_up_lanes(total, cta.lane)
     if cta.lane == WARP - 1:
         cta.common[cta.warp] = total
-    cta.meet(0)
+    cta.meet()
     of_warps = var(cta.common[cta.lane % WARPS])
     add_up_lanes(of_warps, cta.lane)
     before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
     cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
-    cta.meet(0)
+    cta.meet()
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,9 @@ class Block:
         """Return a thread's number in its turn."""
         return turn * THREADS + self.thread
 
-    def meet(self, near: Any) -> None:
-        """Wait for all threads, or, if `near` is not 0, for those of the warp."""
-        if isinstance(near, int):
-            T.evaluate(T.cuda.cta_sync())
-            return
-        with T.If(near != 0):
-            with T.Then():
-                T.evaluate(T.cuda.warp_sync())
-            with T.Else():
-                T.evaluate(T.cuda.cta_sync())
+    def meet(self) -> None:
+        """Wait for all threads."""
+        T.evaluate(T.cuda.cta_sync())
 
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
@@ -129,12 +122,12 @@ class Block:
             agree_in_warp(variable, combine, LANE_BITS)
             with T.If(self.lane == 0), T.Then():
                 store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
-        self.meet(0)
+        self.meet()
         for place, (variable, combine) in enumerate(totals):
             found = self.common[place * WARPS + self.lane % WARPS]
             assign(variable, T.cast(found, str(variable.ty)))
             agree_in_warp(variable, combine, WARP_BITS)
-        self.meet(0)
+        self.meet()
 
     def is_first(self) -> Expr:
         """Whether this is the one thread that writes what all know."""

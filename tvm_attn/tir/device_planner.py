@@ -29,6 +29,7 @@ from tvm_attn.tir.planner_ints import (
     assign,
     carve,
     reciprocal,
+    scalar,
     var,
     wide,
 )
@@ -61,7 +62,9 @@ class Memory:
 
     def array(self, begin: Any, *row: int) -> Any:
         """View an array that begins at a word, of rows or of numbers."""
-        return carve(self.block, begin, (UNSIZED, *row))
+        at = scalar("int32")
+        assign(at, begin)
+        return carve(self.block, at, (UNSIZED, *row))
 
     def of_batch(self, place: Place) -> Any:
         """View an array of the batch."""
@@ -247,7 +250,7 @@ def plan_on_device(cta, batch, kv_indices, given, memory, problem, scratch):
             cta.arrive(cta, memory.of_batch(Place.ARRIVALS), is_last)
             if is_last != 0:
                 worst = var(words[0])
-                cta.meet(0)
+                cta.meet()
                 if worst > 0:
                     where = var(INT32_MAX - worst)
                     page = T.meta_var(kv_indices[where])

@@ -130,6 +130,7 @@ def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, load
             parts,
             pieces,
             rows[1],
+            loads,
             machine,
             lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
         )

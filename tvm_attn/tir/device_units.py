@@ -121,12 +121,12 @@ def write_row(
 
 
 @T.inline
-def sort_longest_first(cta, table, machine):
+def sort_longest_first(cta, table, machine, spare):
     """Complete the totals of a table whose rows are all written, and sort its keys."""
     cta.agree([(table.total, added), (table.longest, largest), (table.shortest, least)])
     table.total = table.total * wide(machine.heads.value)
     if table.shortest < table.longest:
-        sort(cta, table.keys, table.count)
+        sort(cta, table.keys, spare, table.count)
 
 
 @T.inline
@@ -178,7 +178,7 @@ def list_units(cta, units, rows, sums, lengths, family, machine, kv_bounds):
     add_up(cta, sums, lengths.count)
     begin_table(units, low_word(sums[lengths.count]))
     each(cta, units.count, list_unit)
-    sort_longest_first(cta, units, machine)
+    sort_longest_first(cta, units, machine, sums)
 
 
 @T.inline
@@ -199,7 +199,7 @@ def count_parts(cta, units, rows, parts, machine, parts_of):
 
 
 @T.inline
-def cut_units(cta, units, rows, parts, pieces, piece_rows, machine, edge_of):
+def cut_units(cta, units, rows, parts, pieces, piece_rows, sums, machine, edge_of):
     """Cut every unit in its parts: rows in a row; slots, head after head, are consecutive."""
 
     @T.inline
@@ -228,4 +228,4 @@ def cut_units(cta, units, rows, parts, pieces, piece_rows, machine, edge_of):
 
     begin_table(pieces, parts.rows(units.count))
     each(cta, pieces.count, cut)
-    sort_longest_first(cta, pieces, machine)
+    sort_longest_first(cta, pieces, machine, sums)

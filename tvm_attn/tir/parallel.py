@@ -4,7 +4,7 @@ A CTA is an object with
 
 * ``threads`` : int, of which each has a word of the int64 array ``partial``;
 * ``turns(count)``, ``index(turn, count)`` : what `each` visits, thread by thread;
-* ``meet(near)`` : a barrier; if `near` is not 0, of threads whose numbers differ in 5 bits;
+* ``meet()`` : a barrier;
 * ``agree(totals)`` : makes variables, each with its operator, the same in all threads;
 * ``add_up_partials(cta)`` : replaces ``partial`` by the sums of the entries before each.
 
@@ -18,9 +18,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
+from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, scope_of_variables, var
 
-NEAR_BITS = 5
+BLOCK_BITS = 4
+BLOCK = 1 << BLOCK_BITS
+"""Keys whose order is found by comparing all with all."""
+WAY_BITS = 2
+WAYS = 1 << WAY_BITS
+"""Sorted runs that are merged at once."""
 
 
 @T.inline
@@ -30,7 +35,7 @@ def each(cta, count, visit):
         i = var(cta.index(turn, count))
         if i < count:
             visit(i)
-    cta.meet(0)
+    cta.meet()
 
 
 @T.inline
@@ -78,45 +83,67 @@ def find_last(value_of, count, limit, found):
 
 
 @T.inline
-def compare_pairs(cta, keys, count, pairs, bits, flips):
-    """Order each key and its partner: in blocks of ``2**bits``, from the middle out or half on."""
+def rank_in_blocks(cta, source, target, count):
+    """Sort blocks of `BLOCK` keys, each key counting those of its block that are less."""
 
     @T.inline
-    def order(pair):
-        half = T.meta_var(T.shift_left(1, bits - 1))
-        place = var(T.bitwise_and(pair, half - 1))
-        first = var(T.shift_left(T.shift_right(pair, bits - 1), bits) + place)
-        second = var(first + T.Select(flips != 0, 2 * (half - place) - 1, half))
-        if second < count:
-            low = var(keys[first])
-            high = var(keys[second])
-            if high < low:
-                keys[first] = high
-                keys[second] = low
+    def move(i):
+        key = var(source[i])
+        begin = var(i // BLOCK * BLOCK)
+        rank = var(begin)
+        for k in T.unroll(BLOCK):
+            other = T.meta_var(source[T.min(begin + k, count - 1)])
+            rank = rank + as_bit(T.And(begin + k < count, other < key))
+        target[rank] = key
 
-    for turn in T.serial(cta.turns(pairs)):
-        pair = var(cta.index(turn, pairs))
-        if pair < pairs:
-            order(pair)
+    each(cta, count, move)
 
 
 @T.inline
-def sort(cta, keys, count):
-    """Sort int64 keys, no two alike: a bitonic network in which all pairs ascend.
+def merge_runs(cta, source, target, count, bits):
+    """Merge groups of `WAYS` runs of ``2**bits`` keys: a key finds its rank in all of its group."""
 
-    Keys behind the last one would be the largest and stay where they are, so there need be none.
-    """
-    levels = var(32 - T.clz(T.max(count - 1, 0)))
-    pairs = var(T.shift_left(1, T.max(levels - 1, 0)))
-    for level in T.serial(levels):
-        for step in T.serial(level + 1):
-            bits = var(level + 1 - step)
-            is_near = var(as_bit(bits <= NEAR_BITS + 1))
-            if T.And(is_near == 0, step == 0):
-                cta.meet(0)
-            compare_pairs(cta, keys, count, pairs, bits, as_bit(step == 0))
-            cta.meet(is_near)
-    cta.meet(0)
+    @T.inline
+    def move(i):
+        key = var(source[i])
+        first = var(T.bitwise_and(T.shift_right(i, bits), -WAYS))
+        less = T.alloc_buffer((WAYS,), "int32", scope=scope_of_variables())
+        for way in T.unroll(WAYS):
+            less[way] = 0
+        for step in T.serial(bits + 1):
+            half = var(T.max(T.shift_right(T.shift_left(1, bits), step + 1), 1))
+            for way in T.unroll(WAYS):
+                at = var(T.shift_left(first + way, bits) + less[way] + half - 1)
+                other = T.meta_var(source[T.min(at, count - 1)])
+                less[way] = less[way] + half * as_bit(T.And(at < count, other < key))
+        rank = var(T.shift_left(first, bits))
+        for way in T.unroll(WAYS):
+            rank = rank + less[way]
+        target[rank] = key
+
+    each(cta, count, move)
+
+
+@T.inline
+def sort(cta, keys, spare, count):
+    """Sort int64 keys, no two alike, with as many words to spare."""
+    rank_in_blocks(cta, keys, spare, count)
+    merged = var(BLOCK_BITS)
+    is_spare = var(1)
+    while T.shift_left(1, merged) < count:
+        if is_spare != 0:
+            merge_runs(cta, spare, keys, count, merged)
+        else:
+            merge_runs(cta, keys, spare, count, merged)
+        is_spare = 1 - is_spare
+        merged = merged + WAY_BITS
+
+    @T.inline
+    def copy(i):
+        keys[i] = spare[i]
+
+    if is_spare != 0:
+        each(cta, count, copy)
 
 
 def largest(a: Any, b: Any) -> Any:
