@@ -49,6 +49,8 @@ class CudaMachine:
         Launches the kernels.
     planner : Library, optional
         Launches the device's planner.
+    rows : int
+        Units, and pieces of them, that it has room for.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class CudaMachine:
         multiprocessors: int,
         library: Library,
         planner: Library | None = None,
+        rows: int = 0,
     ):
         self._planner = planner
+        self._rows = rows
         self._spec = spec
         self._families = families
         self._given_ctas = num_ctas
@@ -155,7 +159,7 @@ class CudaMachine:
             raise ArtifactError(
                 "this kernel was exported without a planner for GPUs; build it anew"
             )
-        if reason := refuses(memory.counts, params):
+        if reason := refuses(memory.counts, params, self._rows):
             raise PlanError(f"the batch is on a GPU and cannot be planned there: {reason}")
         if memory.device_planner is None:
             if is_capturing(memory.device):

@@ -22,8 +22,8 @@ from tvm_attn.runtime.workspace import BATCH, Counts, PlanLimits
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.worklist import (
     DEVICE_CTAS,
-    DEVICE_ROWS,
     JOB_WORDS,
+    LOAD_SHARES,
     PLACE_WORDS,
     Header,
     Job,
@@ -43,8 +43,8 @@ COPIED_PAGES = 4096
 MOST_COPIERS = 64
 
 
-def refuses(counts: Mapping[Family, Counts], params: Sequence[Param]) -> str:
-    """Say why a device cannot plan batches of a kernel; empty if it can."""
+def refuses(counts: Mapping[Family, Counts], params: Sequence[Param], rows: int) -> str:
+    """Say why a device with room for so many rows cannot plan batches; empty if it can."""
     for param in params:
         if param.at == "plan" and param.kind != "scalar":
             return f"{param.name} is an array that is given at plan()"
@@ -54,10 +54,10 @@ def refuses(counts: Mapping[Family, Counts], params: Sequence[Param]) -> str:
                 f"the kernel for requests of many query tokens ({family.name}) has its work dealt "
                 "on the host; give a max_qo_len that needs none"
             )
-        if max(of_family.rows, of_family.units) > DEVICE_ROWS:
-            return f"its limits are for {of_family.rows} units of work, more than {DEVICE_ROWS}"
-        if of_family.num_ctas > DEVICE_CTAS:
-            return f"there are {of_family.num_ctas} CTAs, more than {DEVICE_CTAS}"
+        if of_family.rows > rows:
+            return f"its limits are for {of_family.rows} units and pieces of them, more than {rows}"
+        if of_family.num_ctas > min(DEVICE_CTAS, rows // LOAD_SHARES):
+            return f"there are {of_family.num_ctas} CTAs, more than it deals to"
     return ""
 
 

@@ -138,7 +138,8 @@ class Plan:
     On a GPU it is used on one stream at a time: a run on another stream than the one before (at
     first, the current stream of planning) waits for what is queued there. Replanning needs no wait:
     what queued runs still read is kept until they are done. A CUDA graph reads the arrays that the
-    plan had when it was captured: keep the plan, and do not replan it, as long as the graph lives.
+    plan had when it was captured: keep the plan, and unless it has limits do not replan it, as long
+    as the graph lives.
 
     Attributes
     ----------

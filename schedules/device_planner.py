@@ -10,20 +10,34 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.block import MOST_TOTALS, THREADS, WARPS, Block
 from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.target import Arch
 from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
 from tvm_attn.tir.device_policy import carve_scratch
 from tvm_attn.tir.planner_batch import Batch
 from tvm_attn.tir.planner_ints import var, variables_in
 from tvm_attn.tir.planner_units import KvBounds
 from tvm_attn.tir.signature import close_over, ints
-from tvm_attn.worklist import DEVICE_CTAS, DEVICE_ROWS, JOB_WORDS
+from tvm_attn.worklist import DEVICE_CTAS, JOB_WORDS
 
 NUM_OTHERS = 17
 """Parameters behind those of a variant."""
 
 
+ROW_BYTES = 32
+"""Shared memory of a unit, or a piece of one: its keys, and sums over those before it."""
+CTA_BYTES = 28
+MOST_ROWS = 6144
+
+
+def rows_of(arch: Arch) -> int:
+    """Return how many units and pieces the shared memory of an architecture holds."""
+    words = MOST_TOTALS * WARPS + THREADS + ROW_BYTES
+    rest = arch.shared_memory_per_block - 8 * words - CTA_BYTES * (DEVICE_CTAS + 1)
+    return min(rest // ROW_BYTES, MOST_ROWS)
+
+
 def device_planner(
-    paged: bool, kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] = ()
+    paged: bool, rows: int, kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] = ()
 ) -> tirx.PrimFunc:
     """Return the kernel ``plan_on_device``: check a batch and plan the work of every family.
 
@@ -59,6 +73,8 @@ def device_planner(
     ----------
     paged : bool
         Whether K/V are paged; else they are ragged.
+    rows : int
+        Most units, and pieces of them, of a family.
     kv_bounds, extra_params
         As of `tvm_attn.tir.planner.work_planner`.
     """
@@ -111,7 +127,7 @@ def device_planner(
                 carve_scratch(
                     lambda size: pool.alloc((size,), "int64", align=8),
                     lambda size: pool.alloc((size,), "int32", align=4),
-                    DEVICE_ROWS,
+                    rows,
                     DEVICE_CTAS,
                 )
             )

@@ -62,6 +62,9 @@ class SerialCta:
     def meet(self) -> None:
         """Nobody is late."""
 
+    def publish(self) -> None:
+        """It is seen already."""
+
     def agree(self, totals: Any) -> None:
         """There is nobody to disagree."""
 

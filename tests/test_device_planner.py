@@ -14,7 +14,6 @@ from tvm_attn.errors import LimitError, PlanError
 from tvm_attn.runtime.device_plan import Held, refuses
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import Param
-from tvm_attn.worklist import DEVICE_ROWS
 
 DECODING = PlanLimits(60, 60, 20000)
 SETTINGS = {
@@ -124,10 +123,14 @@ def assert_empty_states(setting: Setting) -> None:
 
 def test_what_a_device_does_not_plan() -> None:
     counts = Setting(PlanLimits(30, 3000, 20000)).memory.counts
-    assert refuses(counts, ()) == ""
+    most = max(of_family.rows for of_family in counts.values())
+    assert refuses(counts, (), most) == ""
+    assert f"for {most} units and pieces of them, more than {most - 1}" in refuses(
+        counts, (), most - 1
+    )
     cached = {replace(family, cached_tokens=1): n for family, n in counts.items()}
-    assert "dealt on the host; give a max_qo_len" in refuses(cached, ())
-    large = Setting(PlanLimits(DEVICE_ROWS, DEVICE_ROWS, 20000), max_qo_len=1).memory.counts
-    assert f"units of work, more than {DEVICE_ROWS}" in refuses(large, ())
+    assert "dealt on the host; give a max_qo_len" in refuses(cached, (), most)
+    crowd = {family: n._replace(num_ctas=1000) for family, n in counts.items()}
+    assert "there are 1000 CTAs" in refuses(crowd, (), 9999)
     mask = Param("bits", kind="bitmap", at="plan")
-    assert "bits is an array that is given at plan()" in refuses(counts, (mask,))
+    assert "bits is an array that is given at plan()" in refuses(counts, (mask,), most)

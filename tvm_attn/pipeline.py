@@ -123,6 +123,7 @@ def build(
             **kernel.meta,
             "backend": kernel.meta["families"][-1]["schedule"],
             "why": explain_choice(spec, hooks.variant, built_for, schedule),
+            "device_rows": max(part.meta.get("rows", 0) for part, _ in made.values()),
             "spec": asdict(spec),
             "variant": str(hooks.variant),
             "params": [asdict(param) for param in hooks.variant.params],

@@ -143,7 +143,7 @@ class Role(IntEnum):
 
 JOB_WORDS = 16
 PLACE_WORDS = 16
-DEVICE_ROWS = 6144
-"""Most units, and pieces of them, that a device plans."""
 DEVICE_CTAS = 640
 """Most CTAs that a device deals to."""
+LOAD_SHARES = 4
+"""Threads of a device that add up a CTA's load, each in a word of a row's."""

@@ -116,6 +116,10 @@ class Block:
         """Wait for all threads."""
         T.evaluate(T.cuda.cta_sync())
 
+    def publish(self) -> None:
+        """Have what was written seen by kernels that begin when this one ends, however early."""
+        T.evaluate(T.cuda.thread_fence())
+
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
         for place, (variable, combine) in enumerate(totals):

@@ -16,10 +16,7 @@ from tvm_attn.tir.parallel import add_up, added, each, find_last, largest
 from tvm_attn.tir.planner_deal import write_merge
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
 from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE
-from tvm_attn.worklist import NO_SLOT, Item
-
-SHARES = 8
-"""Threads that add up a CTA's load."""
+from tvm_attn.worklist import LOAD_SHARES, NO_SLOT, Item
 
 
 @T.inline
@@ -48,7 +45,7 @@ def measure_snake(cta, table, machine, loads, max_load):
     """Find the load of the longest CTA under `deal_snake`."""
     count = var(table.count * machine.heads.value)
     turns = var(ceil_div(count, machine.num_ctas))
-    run = var(ceil_div(turns, SHARES))
+    run = var(ceil_div(turns, LOAD_SHARES))
 
     @T.inline
     def add_share(i):
@@ -66,12 +63,12 @@ def measure_snake(cta, table, machine, loads, max_load):
     @T.inline
     def compare(c):
         load = var(T.int64(0))
-        for share in T.serial(SHARES):
+        for share in T.serial(LOAD_SHARES):
             load = load + loads[share * machine.num_ctas + c]
         assign(max_load, T.max(max_load, load))
 
     assign(max_load, T.int64(0))
-    each(cta, SHARES * machine.num_ctas, add_share)
+    each(cta, LOAD_SHARES * machine.num_ctas, add_share)
     each(cta, machine.num_ctas, compare)
     cta.agree([(max_load, largest)])
 

@@ -221,6 +221,7 @@ def plan_jobs(cta, batch, kv_indices, given, memory, problem, derived, scratch, 
     while job < stop:
         plan_family(cta, memory, job, derived, scratch, problem)
         job = job + 1
+    cta.publish()
 
 
 @T.inline

@@ -5,6 +5,7 @@ A CTA is an object with
 * ``threads`` : int, of which each has a word of the int64 array ``partial``;
 * ``turns(count)``, ``index(turn, count)`` : what `each` visits, thread by thread;
 * ``meet()`` : a barrier;
+* ``publish()`` : makes what was written visible to all kernels to come;
 * ``agree(totals)`` : makes variables, each with its operator, the same in all threads;
 * ``add_up_partials(cta)`` : replaces ``partial`` by the sums of the entries before each.
 
