@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.block import MOST_TOTALS, THREADS, WARPS, Block
+from tvm_attn.schedules.primitives.block import COMMON, THREADS, Block
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.target import Arch
 from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
@@ -31,7 +31,7 @@ MOST_ROWS = 6144
 
 def rows_of(arch: Arch) -> int:
     """Return how many units and pieces the shared memory of an architecture holds."""
-    words = MOST_TOTALS * WARPS + THREADS + ROW_BYTES
+    words = COMMON + THREADS + ROW_BYTES
     rest = arch.shared_memory_per_block - 8 * words - CTA_BYTES * (DEVICE_CTAS + 1)
     return min(rest // ROW_BYTES, MOST_ROWS)
 
@@ -121,7 +121,7 @@ def device_planner(
             number = T.cta_id([planning + copiers])
             thread = T.thread_id([THREADS])
             pool = T.meta_var(T.SMEMPool())
-            common = T.meta_var(pool.alloc((MOST_TOTALS * WARPS,), "int64", align=8))
+            common = T.meta_var(pool.alloc((COMMON,), "int64", align=8))
             partial = T.meta_var(pool.alloc((THREADS,), "int64", align=8))
             scratch = T.meta_var(
                 carve_scratch(
@@ -133,9 +133,9 @@ def device_planner(
             )
             pool.commit()
             is_planning = T.meta_var(number < planning)
-            planner = var(T.Select(is_planning, number % planners, number - planning))
+            planner = var(T.Select(is_planning, T.truncmod(number, planners), number - planning))
             together = var(T.Select(is_planning, planners, copiers))
-            job = var(T.Select(is_planning, number // planners, jobs.shape[0]))
+            job = var(T.Select(is_planning, T.truncdiv(number, planners), jobs.shape[0]))
             numbers = T.meta_var(
                 (
                     *(group_size, num_kv_heads, split),

@@ -166,9 +166,9 @@ def serial_planner(
             num_ctas = T.meta_var(planning + copiers)
             for number in T.serial(num_ctas):
                 plans = T.meta_var(number < planning)
-                planner = var(T.Select(plans, number % planners, number - planning))
+                planner = var(T.Select(plans, T.truncmod(number, planners), number - planning))
                 together = var(T.Select(plans, planners, copiers))
-                job = var(T.Select(plans, number // planners, jobs.shape[0]))
+                job = var(T.Select(plans, T.truncdiv(number, planners), jobs.shape[0]))
                 cta = T.meta_var(SerialCta(num_ctas, planner, together, job, partial, backward))
                 plan_on_device(
                     cta, batch, kv_indices, given, Memory(block, place, jobs), problem, scratch

@@ -10,16 +10,24 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.fragments import ALL_LANES
 from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.tir.parallel import added, largest, least
 from tvm_attn.tir.planner_ints import assign, ceil_div, store, var
 
 Expr = Any
-Total = tuple[Any, Callable[[Any, Any], Any]]
+Combine = Callable[[Any, Any], Any]
+Total = tuple[Any, Combine]
 
 THREADS = 512
 WARPS = THREADS // WARP
 LANE_BITS, WARP_BITS = WARP.bit_length() - 1, WARPS.bit_length() - 1
 MOST_TOTALS = 5
 """Variables that are agreed on at once."""
+RESULTS = MOST_TOTALS * WARPS
+COMMON = RESULTS + MOST_TOTALS
+"""Words that threads tell one another: a value of each warp, and what all agree on."""
+
+REDUCTIONS: dict[Combine, str] = {largest: "max", least: "min", added: "add"}
+"""What a warp does with int32 in one instruction."""
 
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
@@ -36,8 +44,18 @@ def from_across(value: Expr, lanes: int) -> Expr:
     return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
 
 
-def agree_in_warp(variable: Any, combine: Callable[[Any, Any], Any], bits: int) -> None:
+def agree_in_warp(variable: Any, combine: Combine, bits: int) -> None:
     """Combine a variable of the lanes whose numbers differ in so many bits, to the same in each."""
+    if str(variable.ty) == "int32" and bits == LANE_BITS:
+        name = REDUCTIONS[combine]
+        source = (
+            f"__device__ int {name}_of_warp(int x) {{ return __reduce_{name}_sync(~0u, x); }}\n"
+        )
+        call = T.cuda.func_call(
+            f"{name}_of_warp", variable, source_code=source, return_type="int32"
+        )
+        assign(variable, call)
+        return
     for bit in range(bits):
         assign(variable, combine(variable, from_across(variable, 1 << bit)))
 
@@ -80,7 +98,6 @@ def add_up_partials(cta):
     add_up_lanes(of_warps, cta.lane)
     before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
     cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
-    cta.meet()
 
 
 @dataclass(frozen=True)
@@ -127,11 +144,16 @@ class Block:
             with T.If(self.lane == 0), T.Then():
                 store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
         self.meet()
-        for place, (variable, combine) in enumerate(totals):
-            found = self.common[place * WARPS + self.lane % WARPS]
-            assign(variable, T.cast(found, str(variable.ty)))
-            agree_in_warp(variable, combine, WARP_BITS)
+        with T.If(self.warp == 0), T.Then():
+            for place, (variable, combine) in enumerate(totals):
+                found = self.common[place * WARPS + self.lane % WARPS]
+                assign(variable, T.cast(found, str(variable.ty)))
+                agree_in_warp(variable, combine, WARP_BITS)
+                with T.If(self.lane == 0), T.Then():
+                    store(self.common, RESULTS + place, T.cast(variable, "int64"))
         self.meet()
+        for place, (variable, _) in enumerate(totals):
+            assign(variable, T.cast(self.common[RESULTS + place], str(variable.ty)))
 
     def is_first(self) -> Expr:
         """Whether this is the one thread that writes what all know."""

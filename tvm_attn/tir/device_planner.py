@@ -124,6 +124,9 @@ def plan_family(cta, memory, job, derived, scratch, problem):
     granule = var(jobs[job, int(Job.GRANULE)])
     role = var(jobs[job, int(Job.ROLE)])
     room = var(jobs[job, int(Job.MERGES)])
+    overhead = var(jobs[job, int(Job.OVERHEAD)])
+    tile_rows = var(jobs[job, int(Job.TILE_ROWS)])
+    row_min = var(jobs[job, int(Job.ROW_MIN)])
     takes = var(0)
     whole = var(0)
     choose(derived, clusters, group_size, num_kv_heads, split, takes, whole)
@@ -143,16 +146,16 @@ def plan_family(cta, memory, job, derived, scratch, problem):
             num_ctas,
             Divisor(num_kv_heads, heads_reciprocal),
             Divisor(granule, granule_reciprocal),
-            jobs[job, int(Job.OVERHEAD)],
+            overhead,
         )
     )
     row_max = var(jobs[job, int(Job.ROW_MAX)] * has_work)
     family = T.meta_var(
         Family(
             Divisor(group_size, group_reciprocal),
-            jobs[job, int(Job.ROW_MIN)],
+            row_min,
             row_max,
-            jobs[job, int(Job.TILE_ROWS)],
+            tile_rows,
         )
     )
     lengths = T.meta_var(
@@ -172,7 +175,26 @@ def plan_family(cta, memory, job, derived, scratch, problem):
     parts = T.meta_var(Counts(scratch.parts))
     counts = T.meta_var(Counts(scratch.counts))
     line = T.meta_var(scratch.line())
-    list_units(cta, units, rows[0], scratch.sums, lengths, family, machine, problem.kv_bounds)
+    longest = T.meta_var(derived.max_qo_len * group_size)
+    is_plain = var(
+        as_bit(
+            T.And(
+                T.And(derived.units == derived.size, family.row_min == 1),
+                longest <= T.min(row_max, family.tile_rows),
+            )
+        )
+    )
+    list_units(
+        cta,
+        units,
+        rows[0],
+        scratch.sums,
+        lengths,
+        family,
+        machine,
+        is_plain,
+        problem.kv_bounds,
+    )
     decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, own_split)
     deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room)
     if cta.is_first():

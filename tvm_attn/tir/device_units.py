@@ -148,8 +148,11 @@ def note_cost(table, row, cost):
 
 
 @T.inline
-def list_units(cta, units, rows, sums, lengths, family, machine, kv_bounds):
-    """List the units of the family's requests with the KV range each sees, longest first."""
+def list_units(cta, units, rows, sums, lengths, family, machine, is_plain, kv_bounds):
+    """List the units of the family's requests with the KV range each sees, longest first.
+
+    If `is_plain` is not 0, each request is known to be one of its units.
+    """
 
     @T.inline
     def count_tiles(request):
@@ -159,9 +162,11 @@ def list_units(cta, units, rows, sums, lengths, family, machine, kv_bounds):
 
     @T.inline
     def list_unit(unit):
-        request = var(0)
-        find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
-        tile = var(unit - low_word(sums[request]))
+        request = var(unit)
+        tile = var(0)
+        if is_plain == 0:
+            find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
+            tile = unit - low_word(sums[request])
         row_begin = var(tile * family.tile_rows)
         of_request = var(lengths.qo_len(request) * family.group.value)
         row_end = var(T.min(row_begin + family.tile_rows, of_request))
@@ -174,9 +179,11 @@ def list_units(cta, units, rows, sums, lengths, family, machine, kv_bounds):
         write_row(rows, unit, (request, 0, row_begin, row_end), (begin, end), (NO_SLOT, 0))
         note_cost(units, unit, machine.cost(begin, end))
 
-    each(cta, lengths.count, count_tiles)
-    add_up(cta, sums, lengths.count)
-    begin_table(units, low_word(sums[lengths.count]))
+    begin_table(units, lengths.count)
+    if is_plain == 0:
+        each(cta, lengths.count, count_tiles)
+        add_up(cta, sums, lengths.count)
+        units.count = low_word(sums[lengths.count])
     each(cta, units.count, list_unit)
     sort_longest_first(cta, units, machine, sums)
 
