@@ -111,7 +111,7 @@ class CudaMachine:
         if is_capturing(device):
             raise PlanError(
                 "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
-                "capture"
+                "capture, or with limits and arrays that are on the GPU"
             )
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if memory is not None:
@@ -163,7 +163,7 @@ class CudaMachine:
             raise PlanError(f"the batch is on a GPU and cannot be planned there: {reason}")
         if memory.device_planner is None:
             if is_capturing(memory.device):
-                raise PlanError("make a plan before it is captured that it is made again")
+                raise PlanError("plan once with these limits before planning is captured")
             memory.device_planner = DevicePlanner(
                 self._spec, memory, partial(self._planner.launch, "plan_on_device")
             )

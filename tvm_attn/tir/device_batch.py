@@ -124,8 +124,8 @@ def fault_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> An
 
 
 @T.inline
-def derive(cta, batch, num_indices, limits, given, out):
-    """Check a batch, and derive what planning needs, as if it were right."""
+def check(cta, batch, num_indices, limits, given, out):
+    """Check a batch, and derive what holds for all of it, as if it were right."""
     assign(out.size, batch.size)
     assign(out.fault, fault_of_all(batch, num_indices, limits))
     assign(out.max_qo_len, 0)
@@ -134,26 +134,16 @@ def derive(cta, batch, num_indices, limits, given, out):
     assign(out.units, 0)
 
     @T.inline
-    def derive_request(b):
+    def check_request(b):
         qo_len = var(batch.qo_len(b))
         kv_len = var(batch.kv_len(b))
-        out.kv_len[b] = kv_len
-        out.q_pos_offset[b] = T.if_then_else(given[0], batch.q_pos_offset[b], kv_len - qo_len)
-        out.kv_pos_offset[b] = T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
         assign(out.fault, first_of(out.fault, fault_of(batch, limits, given, b)))
         assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
         assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
         assign(out.tokens, out.tokens + wide(kv_len))
         assign(out.units, out.units + as_bit(qo_len > 0))
 
-    @T.inline
-    def derive_entry(b):
-        out.qo_indptr[b] = batch.qo_indptr[b]
-        out.kv_indptr[b] = batch.kv_indptr[b]
-        if b < batch.size:
-            derive_request(b)
-
-    each(cta, batch.size + 1, derive_entry)
+    each(cta, batch.size, check_request)
     cta.agree(
         [
             (out.fault, least),
@@ -163,6 +153,27 @@ def derive(cta, batch, num_indices, limits, given, out):
             (out.units, added),
         ]
     )
+
+
+@T.inline
+def derive(cta, batch, given, out):
+    """Derive lengths and positions of every request.
+
+    CTAs that plan the same batch write to the same arrays: only once they know that it is right.
+    """
+
+    @T.inline
+    def derive_entry(b):
+        out.qo_indptr[b] = batch.qo_indptr[b]
+        out.kv_indptr[b] = batch.kv_indptr[b]
+        if b < batch.size:
+            kv_len = var(batch.kv_len(b))
+            ends = T.meta_var(kv_len - batch.qo_len(b))
+            out.kv_len[b] = kv_len
+            out.q_pos_offset[b] = T.if_then_else(given[0], batch.q_pos_offset[b], ends)
+            out.kv_pos_offset[b] = T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
+
+    each(cta, batch.size + 1, derive_entry)
 
 
 @T.inline
@@ -229,7 +240,7 @@ def write_header(batch, kv_indices, out, header):
     header[int(Header.WHERE)] = where
     header[int(Header.VALUE)] = value_at(batch, kv_indices, status, order, where)
     header[int(Header.STATUS)] = status
-    header[int(Header.NNZ_QO)] = out.qo_indptr[out.size]
+    header[int(Header.NNZ_QO)] = batch.qo_indptr[batch.size]
     header[int(Header.MAX_QO_LEN)] = out.max_qo_len
     header[int(Header.MAX_KV_LEN)] = out.max_kv_len
     header[int(Header.NUM_TOKENS_LO)] = low_word(out.tokens)

@@ -233,13 +233,15 @@ def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
 @T.inline
 def plan_jobs(cta, batch, kv_indices, given, memory, problem, derived, scratch, job, stop, bad):
     """Plan the work of some families, `bad` being a fault of the page ids."""
-    batches.derive(cta, batch, kv_indices.shape[0], problem.limits, given, derived)
+    batches.check(cta, batch, kv_indices.shape[0], problem.limits, given, derived)
     assign(derived.fault, T.min(derived.fault, bad))
     if T.And(job == 0, cta.is_first()):
         header = T.meta_var(memory.of_batch(Place.HEADER))
         batches.write_header(batch, kv_indices, derived, header)
     if derived.fault != T.int64(batches.NO_FAULT):
         batches.replace(cta, problem.limits, derived)
+    else:
+        batches.derive(cta, batch, given, derived)
     while job < stop:
         plan_family(cta, memory, job, derived, scratch, problem)
         job = job + 1
