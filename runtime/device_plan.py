@@ -23,7 +23,6 @@ from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.worklist import (
     DEVICE_CTAS,
     JOB_WORDS,
-    LOAD_SHARES,
     PLACE_WORDS,
     Header,
     Job,
@@ -56,9 +55,14 @@ def refuses(counts: Mapping[Family, Counts], params: Sequence[Param], rows: int)
             )
         if of_family.rows > rows:
             return f"its limits are for {of_family.rows} units and pieces of them, more than {rows}"
-        if of_family.num_ctas > min(DEVICE_CTAS, rows // LOAD_SHARES):
+        if of_family.num_ctas > DEVICE_CTAS:
             return f"there are {of_family.num_ctas} CTAs, more than it deals to"
     return ""
+
+
+def reciprocal(number: int) -> int:
+    """Return the reciprocal that a device divides by a number with (see `planner_ints.Divisor`)."""
+    return -(-(1 << 31 + (number - 1).bit_length()) // number)
 
 
 class DevicePlanner:
@@ -90,6 +94,12 @@ class DevicePlanner:
             _fill_job(row, family, of_family, room, least)
             if family.cluster < 2:
                 least = family.rows + 1
+            for at, number in (
+                (Job.OF_HEADS, spec.num_kv_heads),
+                (Job.OF_GRANULE, family.block),
+                (Job.OF_GROUP, spec.group_size),
+            ):
+                row[at : at + 2] = np.array([reciprocal(number)]).view(np.int32)
         [last] = jobs[-1:]
         last[Job.ROW_MAX] = MAX_ROWS
         clusters = [family for family in counts if family.cluster > 1]

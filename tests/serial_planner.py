@@ -30,6 +30,12 @@ def arrive(cta: Any, counter: Any, is_last: Any) -> None:
 
 
 @T.inline
+def publish(cta: Any) -> None:
+    """It is seen already."""
+    cta.meet()
+
+
+@T.inline
 def add_up_partials(cta: Any) -> None:
     """Replace the words of threads by the sum of those before."""
     total = var(T.int64(0))
@@ -52,6 +58,7 @@ class SerialCta:
     threads: int = THREADS
     add_up_partials: Any = add_up_partials
     arrive: Any = arrive
+    publish: Any = publish
 
     def turns(self, count: Any) -> Any:
         return count
@@ -62,8 +69,8 @@ class SerialCta:
     def meet(self) -> None:
         """Nobody is late."""
 
-    def publish(self) -> None:
-        """It is seen already."""
+    def prefetch(self, rows: Any, row: Any) -> None:
+        """Nothing is gained by that."""
 
     def agree(self, totals: Any) -> None:
         """There is nobody to disagree."""

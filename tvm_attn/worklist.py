@@ -131,6 +131,9 @@ class Job(IntEnum):
     GRANULE = 12
     OVERHEAD = 13
     ROLE = 14  # a `Role`
+    OF_HEADS = 16  # reciprocals, two words each: of KV heads, of the granule, of the group size
+    OF_GRANULE = 18
+    OF_GROUP = 20
 
 
 class Role(IntEnum):
@@ -141,9 +144,7 @@ class Role(IntEnum):
     REPLACED = 2  # for those that the one in clusters is not for
 
 
-JOB_WORDS = 16
+JOB_WORDS = 24
 PLACE_WORDS = 16
 DEVICE_CTAS = 640
 """Most CTAs that a device deals to."""
-LOAD_SHARES = 4
-"""Threads of a device that add up a CTA's load, each in a word of a row's."""

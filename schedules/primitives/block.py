@@ -29,6 +29,12 @@ COMMON = RESULTS + MOST_TOTALS
 REDUCTIONS: dict[Combine, str] = {largest: "max", least: "min", added: "add"}
 """What a warp does with int32 in one instruction."""
 
+PREFETCH = """
+__device__ __forceinline__ void prefetch(int* row) {
+  int word;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(row + threadIdx.x % 16));
+}
+"""
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
 """
@@ -72,17 +78,26 @@ def add_up_lanes(variable, lane):
 @T.inline
 def arrive(cta, counter, is_last):
     """Count this CTA in when all it wrote is visible, and find whether all others are by now."""
-    T.cuda.thread_fence()
     cta.meet()
     if cta.thread == 0:
+        T.cuda.thread_fence()
         before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
         cta.common[0] = T.Cast("int64", before == cta.num_ctas - 1)
         if before == cta.num_ctas - 1:
             counter[0] = 0
     cta.meet()
     assign(is_last, T.Cast("int32", cta.common[0]))
+    if is_last != 0:
+        cta.meet()
+        T.cuda.thread_fence()
+
+
+@T.inline
+def publish(cta):
+    """Have what was written seen by kernels that begin when this one ends, however early."""
     cta.meet()
-    T.cuda.thread_fence()
+    if cta.thread == 0:
+        T.cuda.thread_fence()
 
 
 @T.inline
@@ -120,6 +135,7 @@ class Block:
     threads: int = THREADS
     add_up_partials: Any = add_up_partials
     arrive: Any = arrive
+    publish: Any = publish
 
     def turns(self, count: Expr) -> Expr:
         """How often each thread has a number below `count`."""
@@ -133,9 +149,12 @@ class Block:
         """Wait for all threads."""
         T.evaluate(T.cuda.cta_sync())
 
-    def publish(self) -> None:
-        """Have what was written seen by kernels that begin when this one ends, however early."""
-        T.evaluate(T.cuda.thread_fence())
+    def prefetch(self, rows: Any, row: Expr) -> None:
+        """Begin to read a row of words, which are needed later."""
+        call = T.cuda.func_call(
+            "prefetch", rows.ptr_to([row, 0]), source_code=PREFETCH, return_type="void"
+        )
+        T.evaluate(call)
 
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""

@@ -127,7 +127,7 @@ def fault_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> An
 def check(cta, batch, num_indices, limits, given, out):
     """Check a batch, and derive what holds for all of it, as if it were right."""
     assign(out.size, batch.size)
-    assign(out.fault, fault_of_all(batch, num_indices, limits))
+    assign(out.fault, T.int64(NO_FAULT))
     assign(out.max_qo_len, 0)
     assign(out.max_kv_len, 0)
     assign(out.tokens, T.int64(0))
@@ -143,7 +143,14 @@ def check(cta, batch, num_indices, limits, given, out):
         assign(out.tokens, out.tokens + wide(kv_len))
         assign(out.units, out.units + as_bit(qo_len > 0))
 
-    each(cta, batch.size, check_request)
+    @T.inline
+    def check_entry(b):
+        if b < batch.size:
+            check_request(b)
+        else:
+            assign(out.fault, first_of(out.fault, fault_of_all(batch, num_indices, limits)))
+
+    each(cta, batch.size + 1, check_entry)
     cta.agree(
         [
             (out.fault, least),

@@ -12,16 +12,16 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.device_units import HALF_WORDS, pack, write_row
-from tvm_attn.tir.parallel import add_up, added, each, find_last, largest
+from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, spread
 from tvm_attn.tir.planner_deal import write_merge
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
-from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE
-from tvm_attn.worklist import LOAD_SHARES, NO_SLOT, Item
+from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE, Machine
+from tvm_attn.worklist import NO_SLOT, Item
 
 
 @T.inline
-def each_shared(cta, count, visit):
-    """Visit numbers below `count`; CTAs that plan the same share them."""
+def spread_shared(cta, count, visit):
+    """Visit numbers below `count` as `spread`; CTAs that plan the same share them."""
     share = var(ceil_div(count, cta.planners))
     first = var(T.min(cta.planner * share, count))
 
@@ -29,7 +29,7 @@ def each_shared(cta, count, visit):
     def visit_own(i):
         visit(first + i)
 
-    each(cta, T.min(share, count - first), visit_own)
+    spread(cta, T.min(share, count - first), visit_own)
 
 
 def write_item(
@@ -41,42 +41,31 @@ def write_item(
 
 
 @T.inline
-def measure_snake(cta, table, machine, loads, max_load):
+def measure_snake(cta, table, machine, max_load):
     """Find the load of the longest CTA under `deal_snake`."""
     count = var(table.count * machine.heads.value)
     turns = var(ceil_div(count, machine.num_ctas))
-    run = var(ceil_div(turns, LOAD_SHARES))
 
     @T.inline
-    def add_share(i):
-        share = var(div(i, machine.num_ctas))
-        c = var(i - share * machine.num_ctas)
+    def measure(c):
         load = var(T.int64(0))
-        for k in T.serial(run):
-            turn = var(share * run + k)
+        for turn in T.serial(turns):
             place = var(T.Select(turn % 2 == 0, c, machine.num_ctas - 1 - c))
             unit = var(turn * machine.num_ctas + place)
-            if T.And(turn < turns, unit < count):
+            if unit < count:
                 load = load + wide(table.cost(machine.heads.div(unit)))
-        loads[i] = load
-
-    @T.inline
-    def compare(c):
-        load = var(T.int64(0))
-        for share in T.serial(LOAD_SHARES):
-            load = load + loads[share * machine.num_ctas + c]
         assign(max_load, T.max(max_load, load))
 
-    assign(max_load, T.int64(0))
-    each(cta, LOAD_SHARES * machine.num_ctas, add_share)
-    each(cta, machine.num_ctas, compare)
-    cta.agree([(max_load, largest)])
+    if table.shortest == table.longest:
+        assign(max_load, wide(turns) * wide(table.longest))
+    else:
+        assign(max_load, T.int64(0))
+        each(cta, machine.num_ctas, measure)
+        cta.agree([(max_load, largest)])
 
 
-def items_before(machine: Any, count: Any, c: Any) -> Any:
-    """Return how many of so many units `deal_snake` gives to the CTAs before one."""
-    rounds = div(count, machine.num_ctas)
-    rest = count - rounds * machine.num_ctas
+def first_item(machine: Machine, c: Any, rounds: Any, rest: Any) -> Any:
+    """Return how many units `deal_snake` gives to the CTAs before one, in rounds and a rest."""
     even, odd = T.min(c, rest), T.max(c - (machine.num_ctas - rest), 0)
     return c * rounds + T.Select(rounds % 2 == 0, even, odd)
 
@@ -85,10 +74,12 @@ def items_before(machine: Any, count: Any, c: Any) -> Any:
 def deal_snake(cta, table, rows, machine, out):
     """Deal the units one to a CTA, longest first, turning back at the last CTA and at the first."""
     count = var(table.count * machine.heads.value)
+    rounds = var(div(count, machine.num_ctas))
+    rest = var(count - rounds * machine.num_ctas)
 
     @T.inline
     def write_first(c):
-        out.cta_indptr[c] = items_before(machine, count, c)
+        out.cta_indptr[c] = first_item(machine, c, rounds, rest)
 
     @T.inline
     def deal(unit):
@@ -101,7 +92,7 @@ def deal_snake(cta, table, rows, machine, out):
         slot = var(rows[row, int(Item.SLOT)])
         write_item(
             out.items,
-            items_before(machine, count, c) + turn,
+            first_item(machine, c, rounds, rest) + turn,
             rows,
             row,
             head,
@@ -109,8 +100,8 @@ def deal_snake(cta, table, rows, machine, out):
             slot + head * rows[row, STRIDE],
         )
 
-    each(cta, machine.num_ctas + 1, write_first)
-    each_shared(cta, count, deal)
+    spread(cta, machine.num_ctas + 1, write_first)
+    spread_shared(cta, count, deal)
 
 
 @T.inline
@@ -127,7 +118,7 @@ def write_merges(cta, parts, units, rows, machine, out):
             slot = var(parts.slots(unit) * machine.heads.value + head * count)
             write_merge(out, index, rows, unit, head, slot)
 
-    each(cta, units.count * machine.heads.value, write)
+    spread(cta, units.count * machine.heads.value, write)
 
 
 @T.inline
@@ -139,7 +130,7 @@ def close_merges(cta, out, plan, room):
         if i >= low_word(plan.merges):
             out.merge_indptr[i] = low_word(plan.slots)
 
-    each(cta, room + 1, close)
+    spread(cta, room + 1, close)
 
 
 @T.inline
@@ -279,5 +270,5 @@ def deal_line(cta, line, counts, units, rows, machine, out):
             write_merge(out, counts.merges(c), rows, row, head, slot)
 
     count_line(cta, line, counts, machine)
-    each(cta, machine.num_ctas + 1, write_first)
-    each_shared(cta, counts.rows(machine.num_ctas), deal)
+    spread(cta, machine.num_ctas + 1, write_first)
+    spread_shared(cta, counts.rows(machine.num_ctas), deal)

@@ -17,7 +17,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir import device_batch as batches
-from tvm_attn.tir.device_deal import each_shared
+from tvm_attn.tir.device_deal import spread_shared
 from tvm_attn.tir.device_policy import Plan, deal, decide, summarise
 from tvm_attn.tir.device_units import Counts, Keys, list_units
 from tvm_attn.tir.planner_deal import WorkList
@@ -28,7 +28,6 @@ from tvm_attn.tir.planner_ints import (
     as_bit,
     assign,
     carve,
-    reciprocal,
     scalar,
     var,
     wide,
@@ -76,6 +75,11 @@ class Memory:
         places = (*indptrs, Place.KV_LEN, Place.Q_POS_OFFSET, Place.KV_POS_OFFSET)
         return batches.Derived(*map(self.of_batch, places), **batches.totals())
 
+    def wide_word(self, job: Any, word: Job) -> Any:
+        """Return the int64 of two words of a family."""
+        low, high = (self.jobs[job, int(word) + i] for i in range(2))
+        return T.shift_left(wide(high), T.int64(32)) + T.bitwise_and(wide(low), T.int64(2**32 - 1))
+
     def rows(self, job: Any) -> list[Any]:
         """View the tables of a family's units and pieces."""
         words = (Job.UNIT_ROWS, Job.PIECE_ROWS)
@@ -105,11 +109,9 @@ def choose(derived, clusters, group_size, num_kv_heads, split, takes, whole):
     is_decoding = T.meta_var(derived.max_qo_len * group_size <= clusters.rows)
     fits = T.meta_var(T.And(clusters.size > 0, units <= clusters.count))
     assign(takes, as_bit(T.And(T.And(split == 0, is_decoding), fits)))
-    tokens = T.meta_var(derived.tokens * wide(num_kv_heads) + T.int64(MERGE_TOKENS))
-    share = T.meta_var(
-        T.truncdiv(wide(derived.max_kv_len) * T.int64(ALONE), wide(T.max(clusters.size, 1)))
-    )
-    assign(whole, as_bit(share <= tokens))
+    tokens = T.meta_var(derived.tokens * wide(num_kv_heads) + T.int64(MERGE_TOKENS + 1))
+    alone = T.meta_var(wide(derived.max_kv_len) * T.int64(ALONE))
+    assign(whole, as_bit(alone < tokens * wide(clusters.size)))
 
 
 @T.inline
@@ -138,9 +140,9 @@ def plan_family(cta, memory, job, derived, scratch, problem):
             T.Select(role == int(Role.REPLACED), 1 - takes, 1),
         )
     )
-    heads_reciprocal = var(reciprocal(num_kv_heads))
-    granule_reciprocal = var(reciprocal(granule))
-    group_reciprocal = var(reciprocal(group_size))
+    heads_reciprocal = var(memory.wide_word(job, Job.OF_HEADS))
+    granule_reciprocal = var(memory.wide_word(job, Job.OF_GRANULE))
+    group_reciprocal = var(memory.wide_word(job, Job.OF_GROUP))
     machine = T.meta_var(
         Machine(
             num_ctas,
@@ -225,7 +227,7 @@ def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
         if T.Or(page < 0, page >= num_pages):
             assign(worst, T.max(worst, INT32_MAX - i))
 
-    each_shared(cta, count, copy_page)
+    spread_shared(cta, count, copy_page)
     if worst > 0:
         cta.raise_to(first_bad, worst)
 
@@ -233,6 +235,7 @@ def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
 @T.inline
 def plan_jobs(cta, batch, kv_indices, given, memory, problem, derived, scratch, job, stop, bad):
     """Plan the work of some families, `bad` being a fault of the page ids."""
+    cta.prefetch(memory.jobs, job)
     batches.check(cta, batch, kv_indices.shape[0], problem.limits, given, derived)
     assign(derived.fault, T.min(derived.fault, bad))
     if T.And(job == 0, cta.is_first()):
@@ -244,8 +247,10 @@ def plan_jobs(cta, batch, kv_indices, given, memory, problem, derived, scratch, 
         batches.derive(cta, batch, given, derived)
     while job < stop:
         plan_family(cta, memory, job, derived, scratch, problem)
+        cta.meet()
         job = job + 1
-    cta.publish()
+    if T.Or(not batch.paged, bad != T.int64(batches.NO_FAULT)):
+        cta.publish(cta)
 
 
 @T.inline
@@ -259,19 +264,18 @@ def plan_on_device(cta, batch, kv_indices, given, memory, problem, scratch):
     stop = var(T.min(job + 1, num_jobs))
     bad = var(T.int64(batches.NO_FAULT))
     is_last = var(0)
-    for attempt in T.serial(2):
+    for attempt in T.serial(2 if batch.paged else 1):
         if job < stop:
             plan_jobs(
                 cta, batch, kv_indices, given, memory, problem, derived, scratch, job, stop, bad
             )
-        if attempt == 0:
-            if batch.paged:
-                if cta.job == num_jobs:
-                    pages = T.meta_var(batch.kv_indptr[batch.size])
-                    most = T.meta_var(T.min(kv_indices.shape[0], limits.pages))
-                    copied = T.meta_var(memory.of_batch(Place.KV_INDICES))
-                    count = var(T.max(T.min(pages, most), 0))
-                    copy_pages(cta, kv_indices, count, limits.num_pages, copied, words)
+        if T.And(batch.paged, attempt == 0):
+            if cta.job == num_jobs:
+                pages = T.meta_var(batch.kv_indptr[batch.size])
+                most = T.meta_var(T.min(kv_indices.shape[0], limits.pages))
+                copied = T.meta_var(memory.of_batch(Place.KV_INDICES))
+                count = var(T.max(T.min(pages, most), 0))
+                copy_pages(cta, kv_indices, count, limits.num_pages, copied, words)
             cta.arrive(cta, memory.of_batch(Place.ARRIVALS), is_last)
             if is_last != 0:
                 worst = var(words[0])

@@ -106,7 +106,7 @@ def heads_times(count: Any, machine: Machine) -> Any:
 
 
 @T.inline
-def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, loads):
+def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, spare):
     """Cut long units, or all with a fixed split, and settle for that if it is better."""
     is_fixed = T.meta_var(split > 0)
     share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
@@ -130,11 +130,11 @@ def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, load
             parts,
             pieces,
             rows[1],
-            loads,
+            spare,
             machine,
             lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
         )
-        measure_snake(cta, pieces, machine, loads, load)
+        measure_snake(cta, pieces, machine, load)
         if T.Or(plan.kind == NONE, load < plan.max_load):
             merges = T.meta_var(heads_times(parts.merges(units.count), machine))
             count = T.meta_var(heads_times(pieces.count, machine))
@@ -148,7 +148,7 @@ def decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, split)
     load = var(T.int64(0))
     settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
     if T.Or(split == 0, is_whole != 0):
-        measure_snake(cta, units, machine, scratch.sums, load)
+        measure_snake(cta, units, machine, load)
         items = T.meta_var(heads_times(units.count, machine))
         settle(plan, UNITS, load, units.total, items, T.int64(0), T.int64(0))
     if is_whole == 0:

@@ -5,7 +5,9 @@ A CTA is an object with
 * ``threads`` : int, of which each has a word of the int64 array ``partial``;
 * ``turns(count)``, ``index(turn, count)`` : what `each` visits, thread by thread;
 * ``meet()`` : a barrier;
-* ``publish()`` : makes what was written visible to all kernels to come;
+* ``prefetch(rows, row)`` : begins to read words that are needed later;
+* ``publish(cta)`` : makes what was written visible to all kernels to come;
+* ``arrive(cta, counter, is_last)`` : the same, and finds the last of several CTAs;
 * ``agree(totals)`` : makes variables, each with its operator, the same in all threads;
 * ``add_up_partials(cta)`` : replaces ``partial`` by the sums of the entries before each.
 
@@ -19,23 +21,26 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, scope_of_variables, var
+from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
 
 BLOCK_BITS = 4
 BLOCK = 1 << BLOCK_BITS
 """Keys whose order is found by comparing all with all."""
-WAY_BITS = 2
-WAYS = 1 << WAY_BITS
-"""Sorted runs that are merged at once."""
+
+
+@T.inline
+def spread(cta, count, visit):
+    """Visit every number below `count`, each by one thread."""
+    for turn in T.serial(cta.turns(count)):
+        i = var(cta.index(turn, count))
+        if i < count:
+            visit(i)
 
 
 @T.inline
 def each(cta, count, visit):
     """Visit every number below `count`, each by one thread; then all threads meet."""
-    for turn in T.serial(cta.turns(count)):
-        i = var(cta.index(turn, count))
-        if i < count:
-            visit(i)
+    spread(cta, count, visit)
     cta.meet()
 
 
@@ -102,25 +107,22 @@ def rank_in_blocks(cta, source, target, count):
 
 @T.inline
 def merge_runs(cta, source, target, count, bits):
-    """Merge groups of `WAYS` runs of ``2**bits`` keys: a key finds its rank in all of its group."""
+    """Merge pairs of runs of ``2**bits`` keys: each counts those of the other run that are less."""
 
     @T.inline
     def move(i):
         key = var(source[i])
-        first = var(T.bitwise_and(T.shift_right(i, bits), -WAYS))
-        less = T.alloc_buffer((WAYS,), "int32", scope=scope_of_variables())
-        for way in T.unroll(WAYS):
-            less[way] = 0
+        size = var(T.shift_left(1, bits))
+        other = var(T.bitwise_xor(T.bitwise_and(i, -size), size))
+        most = var(T.max(T.min(count - other, size), 0))
+        less = var(0)
         for step in T.serial(bits + 1):
-            half = var(T.max(T.shift_right(T.shift_left(1, bits), step + 1), 1))
-            for way in T.unroll(WAYS):
-                at = var(T.shift_left(first + way, bits) + less[way] + half - 1)
-                other = T.meta_var(source[T.min(at, count - 1)])
-                less[way] = less[way] + half * as_bit(T.And(at < count, other < key))
-        rank = var(T.shift_left(first, bits))
-        for way in T.unroll(WAYS):
-            rank = rank + less[way]
-        target[rank] = key
+            half = var(T.max(T.shift_right(size, step + 1), 1))
+            at = var(less + half - 1)
+            if at < most:
+                if source[other + at] < key:
+                    less = less + half
+        target[T.bitwise_and(i, -2 * size) + T.bitwise_and(i, size - 1) + less] = key
 
     each(cta, count, move)
 
@@ -137,7 +139,7 @@ def sort(cta, keys, spare, count):
         else:
             merge_runs(cta, keys, spare, count, merged)
         is_spare = 1 - is_spare
-        merged = merged + WAY_BITS
+        merged = merged + 1
 
     @T.inline
     def copy(i):
