@@ -172,9 +172,10 @@ class CudaMachine:
         memory.check_params(made)
         memory.device_planner.plan(bsr, [value for values in made.values() for value in values])
         plan = DevicePlan(owner, bsr, made, memory)
-        stream = torch.cuda.current_stream(memory.device)
-        on_device = (memory.ones, stream, memory.memory, memory)
-        plan.placement = Placement(memory.device, memory.launches, made, *on_device)
+        device = memory.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        given_there = (memory.ones, stream, memory.memory, memory)
+        plan.placement = Placement(device, memory.launches, made, *given_there)
         return plan
 
     def ready(self, plan: Plan) -> Guard:

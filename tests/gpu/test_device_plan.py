@@ -25,7 +25,7 @@ from tvm_attn.runtime.device_plan import DevicePlan
 from tvm_attn.runtime.workspace import PlanLimits
 
 SPEC = ANY_GPU.spec(head_dim_qk=128, page_size=16)
-KERNELS = [(SPEC, variant(name, SPEC)) for name in ("causal", "window", "custom_mask")]
+KERNELS = [(SPEC, variant(name, SPEC)) for name in ("causal", "window")]
 BATCHES = 500
 TOKENS = 16 * PAGES
 
@@ -199,7 +199,3 @@ def test_what_only_the_host_plans_is_refused(machine: Machine) -> None:
         module.plan(too_many, limits=PlanLimits(2, 4, 320), max_qo_len=1)
     with pytest.raises(PlanError, match=r"long.* dealt on the host; give a max_qo_len"):
         module.plan(bad(), limits=PlanLimits(4, 400, 320))
-    masked = machine.kernel("custom_mask", SPEC)
-    bits = torch.ones(93, dtype=torch.bool)
-    with pytest.raises(PlanError, match="custom_mask is an array that is given at plan"):
-        masked.plan(bad(), limits=PlanLimits(4, 4, 320), max_qo_len=1, custom_mask=bits)

@@ -16,7 +16,7 @@ from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, sprea
 from tvm_attn.tir.planner_deal import write_merge
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
 from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE, Machine
-from tvm_attn.worklist import NO_SLOT, Item
+from tvm_attn.worklist import MERGE_WORDS, NO_SLOT, Item
 
 
 @T.inline
@@ -123,12 +123,15 @@ def write_merges(cta, parts, units, rows, machine, out):
 
 @T.inline
 def close_merges(cta, out, plan, room):
-    """Write the number of slots behind the last merge, up to the end of the array."""
+    """Write the number of slots behind the last merge, and merges of nothing, up to the end."""
 
     @T.inline
     def close(i):
         if i >= low_word(plan.merges):
             out.merge_indptr[i] = low_word(plan.slots)
+            if i < room:
+                for word in T.serial(MERGE_WORDS):
+                    out.merge_items[i, word] = 0
 
     spread(cta, room + 1, close)
 

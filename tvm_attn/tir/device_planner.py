@@ -2,8 +2,8 @@
 
 The policy is that of the host, which is sums, sorts and searches: here all threads of a CTA do each
 of them together. Every family's work is planned by some CTAs that all do the same, but share the
-writing of its items; others copy the page ids and check them. Nothing waits for anything: the CTA
-that is done last plans again for a batch without keys if a page id was wrong.
+writing of its items; others copy the page ids and check them. No CTA waits for another: the one
+that is done last plans again, for a batch without keys, if a page id was wrong.
 
 Units that a cache should hold together (`tvm_attn.tir.planner_greedy`) are not planned here.
 """
@@ -292,12 +292,8 @@ def plan_on_device(cta, batch, kv_indices, given, memory, problem, scratch):
                     words[0] = 0
 
 
-PARAMETERS = ("page_size", "group_size", "num_kv_heads", "split")
-"""Numbers that a planner takes first; then come those of `Limits` and of `Clusters`."""
-
-
 def problem_of(numbers: Sequence[Any], kv_bounds: KvBounds | None) -> Problem:
-    """Return the problem that numbers describe: those of `PARAMETERS` but the first, and so on."""
+    """Return the problem that numbers describe: its own, those of `Limits` and of `Clusters`."""
     group_size, num_kv_heads, split, *others = numbers
     limits, clusters = batches.Limits(*others[:5]), Clusters(*others[5:])
     return Problem(limits, clusters, group_size, num_kv_heads, split, kv_bounds)
