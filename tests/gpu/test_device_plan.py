@@ -58,11 +58,16 @@ def random_format(rng: np.random.Generator, number: int, max_batch: int, longest
 
 
 @pytest.mark.parametrize(
-    ("name", "max_batch", "longest"),
-    [("causal", 3, 1), ("causal", 200, 1), ("window", 64, 1), ("causal", 40, 12)],
+    ("name", "max_batch", "longest", "window"),
+    [
+        ("causal", 3, 1, None),
+        ("causal", 200, 1, None),
+        ("window", 64, 1, 2000),
+        ("causal", 40, 12, None),
+    ],
 )
 def test_plans_are_those_of_the_host(
-    machine: Machine, name: str, max_batch: int, longest: int
+    machine: Machine, name: str, max_batch: int, longest: int, window: int | None
 ) -> None:
     module, rng = machine.kernel(name, SPEC), np.random.default_rng(longest)
     limits = PlanLimits(max_batch, max_batch * longest, TOKENS + 16 * max_batch)
@@ -72,7 +77,7 @@ def test_plans_are_those_of_the_host(
         fmt = random_format(rng, number, max_batch, longest)
         given = {} if number else {"limits": limits, "max_qo_len": longest}
         plans = [
-            module.plan(each, out=out, **given)
+            module.plan(each, out=out, window_left=window, **given)
             for each, out in zip((fmt, on_gpu(fmt)), plans, strict=True)
         ]
         expected, made = plans
