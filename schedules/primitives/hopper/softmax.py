@@ -18,7 +18,6 @@ import struct
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     ACCUMULATORS,
     HALVES,
@@ -30,7 +29,6 @@ from tvm_attn.schedules.primitives.hopper.wgmma import hold
 from tvm_attn.schedules.primitives.scores import SLACK
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
-from tvm_attn.variant import Expr
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
@@ -44,11 +42,6 @@ __device__ __forceinline__ int largest_of_three(int a, float b, float c) {
 def bits_of(value: float) -> int:
     """Return a float32's bits as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def reference(cta: Cta, i: Expr) -> Expr:
-    """Return what the scores of a row are relative to."""
-    return cta.hooks.accumulation.reference(cta.registers.peak[i])
 
 
 @T.inline
@@ -82,11 +75,11 @@ def open_rows(cta, group, factor):
         r.total[i] = f32(0.0)
     note_empty_rows(cta, group)
     for i in T.unroll(HALVES):
-        r.top[i] = reference(cta, i)
+        r.reference[i] = cta.hooks.accumulation.reference(r.peak[i])
         for n in T.unroll(cta.key_tiles):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, n, i, e))
-                r.score[at] = r.score[at] * factor - r.top[i]
+                r.score[at] = r.score[at] * factor - r.reference[i]
 
 
 @T.inline
@@ -96,12 +89,11 @@ def relate(cta, group, factor, begin, end):
     slack = T.meta_var(bits_of(SLACK[cta.dtype]))
     for i in T.unroll(HALVES):
         r.bits[i] = T.int32(LEAST_INT)
-        r.top[i] = reference(cta, i)
     for n in T.unroll(end - begin):
         for i in T.unroll(HALVES):
             at = T.meta_var(cta.score(0, begin + n, i))
             for e in T.unroll(2):
-                r.score[at + e] = r.score[at + e] * factor - r.top[i]
+                r.score[at + e] = r.score[at + e] * factor - r.reference[i]
             r.bits[i] = T.cuda.func_call(
                 "largest_of_three",
                 *(r.bits[i], r.score[at], r.score[at + 1]),
@@ -138,7 +130,8 @@ def move_references(cta, group, begin, end):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
                 r.score[at] = r.score[at] - by
-        r.peak[i] = T.Select(moves, reference(cta, i) + by, r.peak[i])
+        r.reference[i] = r.reference[i] + by
+        r.peak[i] = T.Select(moves, r.reference[i], r.peak[i])
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 
