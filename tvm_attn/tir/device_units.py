@@ -197,7 +197,7 @@ def count_parts(cta, units, rows, parts, machine, parts_of):
         begin = var(rows[unit, int(Item.KV_BEGIN)])
         end = var(rows[unit, int(Item.KV_END)])
         granules = var(machine.cost(begin, end) - machine.overhead)
-        count = var(parts_of(begin, end, granules))
+        count = var(parts_of(unit, begin, end, granules))
         is_cut = var(as_bit(count > 1))
         parts.sums[unit] = pack(count, is_cut * count, is_cut)
 
