@@ -52,7 +52,7 @@ def derive_keys(cta, task):
     """
     if cta.lane.index == 0:
         keys = T.meta_var(task.keys())
-        seen = T.meta_var(task.seen())
+        seen = T.meta_var(task.seen(cta.tile.granule))
         task.words[task.first + Derived.FIRST_KEY] = keys[0]
         task.words[task.first + Derived.END_KEY] = keys[1]
         task.words[task.first + Derived.FIRST_SEEN] = seen.first
