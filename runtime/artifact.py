@@ -19,7 +19,7 @@ from typing import Any
 
 from tvm_attn.errors import ArtifactError
 
-FORMAT = 1
+FORMAT = 2
 META, LIBRARY_SUFFIX, DEVICE_SUFFIX = "meta.json", ".so", ".device"
 
 

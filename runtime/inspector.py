@@ -180,8 +180,7 @@ class Inspector:
         self._plan_work(
             qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
             *values,
-            plan.batch_size, num_kv_heads, *self._at_once(plan, family),
-            num_ctas, self._group_size,
+            plan.batch_size, num_kv_heads, family.cached_tokens, num_ctas, self._group_size,
             self._bounds[index] + 1, self._bounds[index + 1],
             family.rows, family.block, family.overhead, fixed_split, max_slots,
             scratch, items, cta_indptr, merge_items, merge_indptr, header,
@@ -200,15 +199,6 @@ class Inspector:
             words[Header.MAX_LOAD],
             wide(words, Header.TOTAL_LOAD_LO),
         )
-
-    def _at_once(self, plan: Plan, family: Family) -> tuple[int, int]:
-        """Return the KV heads, and the KV tokens of requests, whose K and V fit the cache."""
-        if not family.cached_tokens:
-            return 0, 0
-        fit = max(family.cached_tokens // max(plan.max_kv_len, 1), 1)
-        counts = range(1, self._num_kv_heads + 1)
-        heads = max(n for n in counts if self._num_kv_heads % n == 0 and n <= fit)
-        return heads, family.cached_tokens // heads
 
     def _pieces(self, plan: Plan, index: int, units: int, fixed_split: int) -> int:
         if not fixed_split:

@@ -21,12 +21,12 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import Lane, of_lane
-from tvm_attn.schedules.primitives.hopper.barriers import Cursor, begin_barriers
+from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
+from tvm_attn.schedules.primitives.hopper.boxes import block_map
 from tvm_attn.schedules.primitives.hopper.feeding import (
     Feed,
-    block_map,
-    feed_keys,
-    feed_values,
+    announce_and_feed_items,
+    feed_items,
     first_block,
     last_block,
 )
@@ -47,7 +47,7 @@ from tvm_attn.schedules.primitives.hopper.rows import (
     wait_for_slot,
 )
 from tvm_attn.schedules.primitives.hopper.scoring import prepare_bias, score, weigh_part
-from tvm_attn.schedules.primitives.hopper.shared import HopperShared, comes_in_boxes
+from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
 from tvm_attn.schedules.primitives.hopper.softmax import (
     open_rows,
@@ -63,10 +63,10 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.scores import score_factor
+from tvm_attn.schedules.primitives.scores import may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
-from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.arguments import Arguments, bind
@@ -80,11 +80,11 @@ NUM_OUTPUTS = 5
 
 @dataclass(frozen=True)
 class Maps:
-    """Tensor maps of a kernel; those of q and out are None where their rows are no boxes."""
+    """Tensor maps of a kernel; None of what is not copied in boxes."""
 
     q: TensorMap | None
-    k: TensorMap
-    v: TensorMap
+    k: TensorMap | None
+    v: TensorMap | None
     out: TensorMap | None
 
     @staticmethod
@@ -92,19 +92,22 @@ class Maps:
         spec: AttentionSpec, tile: HopperTile, given: Arguments, q: Any, k: Any, v: Any, out: Any
     ) -> Maps:
         """Encode them, on the host."""
-        keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
-        if not comes_in_boxes(spec):
-            return Maps(None, keys, values, None)
-        queries = rows_map(q, given.q, spec.group_size)
-        if str(spec.o_dtype) == "float32":
-            return Maps(queries, keys, values, None)
-        return Maps(queries, keys, values, rows_map(out, given.outputs.out, spec.group_size))
+        keys = values = queries = outputs = None
+        if not tile.gathers:
+            keys, values = block_map(spec, tile, k, given.k), block_map(spec, tile, v, given.v)
+        if comes_in_boxes(spec):
+            queries = rows_map(q, given.q, spec.group_size)
+            if str(spec.o_dtype) != "float32":
+                outputs = rows_map(out, given.outputs.out, spec.group_size)
+        return Maps(queries, keys, values, outputs)
 
 
 @T.inline
 def go_to_last_block(cta, group, task):
     """Go to the last block of an item."""
-    group.place[0] = last_block(cta.tile, task, first_block(cta.tile, task))
+    first: T.let[T.int32] = first_block(cta.tile, task)
+    group.place[0] = last_block(cta.tile, task, first)
+    group.left[0] = T.floordiv(group.kv0 - first, cta.tile.block)
 
 
 @T.inline
@@ -120,15 +123,16 @@ def begin_products(cta, group):
 @T.inline
 def attend_block(cta, group, task, factor):
     """Attend to one more block of an item, whose rows are open."""
+    hides: T.int32 = may_hide(cta, task, group.kv0)
     fold = T.meta_var(prepare_bias(cta, task, group.kv0))
     begin_products(cta, group)
     group.flags.set("moved", T.bool(False))
-    weigh_part(cta, group, task, factor, fold)
+    weigh_part(cta, group, task, factor, hides, fold)
     wait_for_pv(cta, group)
-    if group.flags.moved:
-        rescale(cta)
     weigh(cta, cta.tile.split, cta.key_tiles)
     pack_weights(cta)
+    if group.flags.moved:
+        rescale(cta)
 
 
 @T.inline
@@ -175,17 +179,17 @@ def attend(cta, group, given, arrivals, t0, end):
     wait_for_keys(cta, group)
     begin_qk(cta, group)
     wait_for_qk(cta, group, 0)
-    score(cta, group, opening)
+    score(cta, group, opening, may_hide(cta, opening, group.kv0))
     open_rows(cta, group, factor)
     weigh_first(cta, group)
     while t < end:
         task = T.meta_var(Task.of(cta, given.batch, t))
         following = T.meta_var(Task.of(cta, given.batch, t + 1))
-        group.place[0] = group.kv0 - cta.tile.block
-        while group.kv0 >= first_block(cta.tile, task):
+        while group.left[0] > 0:
+            group.left[0] = group.left[0] - 1
+            group.place[0] = group.kv0 - cta.tile.block
             wait_for_keys(cta, group)
             attend_block(cta, group, task, factor)
-            group.place[0] = group.kv0 - cta.tile.block
         if not cta.tile.holds_queries:
             hand_over_slot(cta, group)
         set_rows_aside(cta)
@@ -197,7 +201,7 @@ def attend(cta, group, given, arrivals, t0, end):
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
             begin_products(cta, group)
-            score(cta, group, following)
+            score(cta, group, following, may_hide(cta, following, group.kv0))
             open_rows(cta, group, factor)
             wait_for_pv(cta, group)
             finish_item(cta, group, given, task)
@@ -216,21 +220,28 @@ def attend(cta, group, given, arrivals, t0, end):
 
 @T.inline
 def copy(cta, given, maps, t0, end):
-    """Copy what the warpgroups that multiply need, and what they leave behind."""
-    shared = T.meta_var(cta.shared)
+    """Copy what the warpgroups that multiply need, and what they leave behind.
+
+    K and V are fed by a warp each, or where rows are gathered by two: then the warps that serve the
+    slots feed values as well.
+    """
     warp: T.let[T.int32] = of_lane(cta.warp, 0)
+    part = T.meta_var(warp % cta.tile.feeders)
     if warp == 0:
-        keys = T.meta_var(Cursor.begin(shared.keys, fills=True))
-        pages = T.meta_var(given.k.shape[0])
-        feed = T.meta_var(Feed(cta, maps.k, pages, shared.k, shared.dim_qk, shared.keys, keys))
-        feed_keys(feed, given, t0, end)
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        announce_and_feed_items(keys, given, t0, end)
+    elif cta.tile.feeders == 1:
+        if warp == 1:
+            values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+            feed_items(values, given.batch, t0, end)
+        else:
+            serve_slot(cta, given, maps, warp - 2, t0, end, None)
     elif warp == 1:
-        values = T.meta_var(Cursor.begin(shared.values, fills=True))
-        pages = T.meta_var(given.v.shape[0])
-        feed = T.meta_var(Feed(cta, maps.v, pages, shared.v, shared.dim_vo, shared.values, values))
-        feed_values(feed, given, t0, end)
+        keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
+        feed_items(keys, given.batch, t0, end)
     else:
-        serve_slot(cta, given, maps, warp - 2, t0, end)
+        values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
+        serve_slot(cta, given, maps, warp - 2, t0, end, values)
 
 
 def attention(

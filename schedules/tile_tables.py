@@ -60,10 +60,14 @@ def hopper_table(spec: AttentionSpec, variant: AttentionVariant, target: BuildTa
     """Return the tiles of Hopper's own kernel for long requests, or why there is none."""
     if reason := tiles_sm90.refuses(spec, variant, target):
         return TileTable(f"no Hopper kernel: {reason}", (), ())
-    columns = ("rows x keys", "stages", "keys of a copy", "shared bytes", "registers", "try", "")
+    columns = (
+        *("rows x keys", "stages", "keys are copied in"),
+        *("shared bytes", "registers", "try", ""),
+    )
     rows = tuple(
         (
-            *(_product((tile.rows, tile.block)), str(tile.stages), str(tile.box)),
+            *(_product((tile.rows, tile.block)), str(tile.stages)),
+            "single rows" if tile.gathers else f"boxes of {tile.box}",
             *(f"{tile.shared_bytes(spec):,}", str(tile.multiplying), str(number)),
             "chosen" if number == 1 else "shorter blocks",
         )

@@ -27,8 +27,8 @@ REGISTERS, REGISTER_STEP = 504 * 128, 8
 """Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
 BARRIER_BYTES = 256
 ELEMENT_BYTES = 2
-PAGE_UNIT = 8
-"""Tokens that a page must hold a multiple of for the copy engine: rows of a swizzle pattern."""
+BOX_UNIT = 16
+"""Keys that a box has a multiple of: boxes of 8, which there could be, are slower than rows."""
 
 
 def padded(dim: int) -> int:
@@ -47,12 +47,15 @@ class HopperTile:
     stages : int
         Blocks of K and of V in shared memory.
     box : int
-        Keys that are copied at a time: of pages, as many as divide a page and a block; of ragged K
-        and V, all of a block.
+        Keys that are copied at a time: of pages, as many as divide a page and a block, or one where
+        these are no multiple of 16; of ragged K and V, all of a block.
     page : int
         Slots of a page; 0 of ragged K and V.
     holds_queries : bool
         Whether queries are held in registers; outputs then pass through their slot.
+    feeders : int
+        Warps that feed a block: two share rows that are gathered, if those that serve the slots
+        copy boxes there, and so have registers to spare; else one.
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
     copying : int
@@ -64,6 +67,7 @@ class HopperTile:
     box: int
     page: int
     holds_queries: bool
+    feeders: int
     split: int
     copying: int = 40
     family: Literal["long"] = "long"
@@ -113,7 +117,12 @@ class HopperTile:
     @property
     def begins_early(self) -> bool:
         """Whether an item's first block may begin with keys before its first."""
-        return self.page > 0
+        return self.page > 0 and not self.gathers
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of K and V are copied one by one, and not boxes by the copy engine."""
+        return self.box == 1
 
     @property
     def multiplying(self) -> int:
@@ -134,6 +143,17 @@ class HopperTile:
         return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
 
 
+def comes_in_boxes(spec: AttentionSpec) -> bool:
+    """Whether the fused rows of a slot are whole tokens, and can be copied as boxes."""
+    return WARPGROUP_ROWS % spec.group_size == 0
+
+
+def box_of(block: int, page_size: int | None) -> int:
+    """Return how many keys of a block are copied at a time."""
+    box = gcd(block, page_size or block)
+    return 1 if box % BOX_UNIT else box
+
+
 def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     """Return the tile of a Hopper kernel, and after it some with fewer registers.
 
@@ -147,9 +167,10 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         HopperTile(
             block=block,
             stages=2,
-            box=gcd(block, spec.page_size or block),
+            box=box_of(block, spec.page_size),
             page=spec.page_size or 0,
             holds_queries=holds,
+            feeders=2 if box_of(block, spec.page_size) == 1 and comes_in_boxes(spec) else 1,
             split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
@@ -167,6 +188,4 @@ def refuses(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget)
         return "rows are transformed"
     if not variant.use_softmax:
         return "there is no softmax"
-    if spec.page_size is not None and spec.page_size % PAGE_UNIT:
-        return f"pages of {spec.page_size} are no multiple of {PAGE_UNIT}"
     return ""

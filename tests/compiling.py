@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from tvm_attn.target import parse_target
 from tvm_attn.tir.hooks import Hooks
 
 Tile = CudaTile | HopperTile
+PRODUCT = re.compile(r"mma_sync_\w+\((.*)\);")
+"""A multiplication of a warp: 4 sums, then 6 registers of operands, then the sums again."""
+SUMS, OPERANDS = 4, 6
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
 
 
@@ -42,6 +46,8 @@ class Kernel:
                 if tile not in generated:
                     generated[tile] = self._generate(tile)
                 source = generated[tile].device.source
+                if unwritten := unwritten_operands(source):
+                    return Outcome(self, tile, compiler.kind, error=f"{unwritten} is not written")
                 done = cuda.compile_source(compiler, "attention", source, arch)
                 [used] = cuda.measure(generated[tile], done.report, arch).values()
                 outcome = Outcome(self, tile, compiler.kind, used)
@@ -63,6 +69,19 @@ class Kernel:
     def __str__(self) -> str:
         """Return a line that names it."""
         return f"{self.configuration} {self.tiles[0].family}"
+
+
+def unwritten_operands(source: str) -> set[str]:
+    """Return the arrays that a kernel multiplies with ``mma`` and writes nowhere."""
+    operands = {
+        register.split("[")[0].strip()
+        for arguments in PRODUCT.findall(source)
+        for register in arguments.split(",")[SUMS : SUMS + OPERANDS]
+    }
+    loaded = re.compile(r"(?:ldmatrix|cvt|ld_|widen)\w*\((.*)\);")
+    assigned = set(re.findall(r"(\w+)\[\d+\] = ", source))
+    filled = {name for call in loaded.findall(source) for name in re.findall(r"(\w+)\[\d+\]", call)}
+    return operands - assigned - filled
 
 
 @dataclass(frozen=True)

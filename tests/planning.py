@@ -87,8 +87,7 @@ class Work:
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     heads: int = 1
-    heads_at_once: int = 0
-    tokens_at_once: int = 1000
+    tokens_at_once: int = 0
     ctas: int = 8
     group: int = 1
     rows: tuple[int, int] = (1, 2**31 - 1)
@@ -199,7 +198,6 @@ def run(work: Work, **sized: int) -> WorkList:
         *(
             len(work.qo_lens),
             work.heads,
-            work.heads_at_once,
             work.tokens_at_once,
             work.ctas,
             work.group,

@@ -122,7 +122,7 @@ def rewritten(path: Path, changes: dict[str, Callable[[bytes], bytes]]) -> Path:
 
 
 def test_another_format(exported: Path) -> None:
-    path = rewritten(exported, {"meta.json": lambda x: x.replace(b'"format": 1', b'"format": 99')})
+    path = rewritten(exported, {"meta.json": lambda x: x.replace(b'"format": ', b'"format": 9')})
     with pytest.raises(ArtifactError, match="another format"):
         ta.load(path)
 

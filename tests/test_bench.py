@@ -54,10 +54,17 @@ def test_rows_have_names_and_published_figures() -> None:
     every = list(rows())
     assert len({row.name for row in every}) == len(every)
     by_name = {row.name: row for row in every}
-    assert by_name["B2 S8192 32/8 d128 causal"].needed == pytest.approx(378 / 635)
-    assert by_name["B8 S2048 16/2 d256 full"].needed == pytest.approx(325 / 710)
-    assert by_name["B1 q512 kv8192 32/8 d128 causal page16"].needed == pytest.approx(272 / 635)
-    assert all(row.needed is None for row in every if row.group == "variants")
+    needed = {
+        "B2 S8192 32/8 d128 causal": (706 / 635, 378 / 635),
+        "B16 S1024 32/32 d128 causal": (1.0, 303 / 468),
+        "B8 S2048 16/2 d256 full": (743 / 710, 325 / 710),
+        "B1 q512 kv8192 32/8 d128 causal page16": (585 / 635, 272 / 635),
+        "B16 zipf1024 32/8 d128 causal page16": (530 / 477, 285 / 477),
+    }
+    for name, (ours, portable) in needed.items():
+        assert by_name[name].needed() == pytest.approx(ours)
+        assert by_name[name].needed("sm80") == pytest.approx(portable)
+    assert all(row.limit or row.needed() for row in every)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 
+from tests.compiling import unwritten_operands
 from tests.generating import generate_kernel
 from tvm_attn.schedules import decode
 from tvm_attn.schedules.families import tiles_to_try
@@ -75,6 +76,17 @@ def test_float8_is_widened_in_registers(kv_dtype: str) -> None:
     kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
     assert f"widen_{kv_dtype.split('_')[1].removesuffix('fn')}(" in kernel.body
     assert ".f32.f16.f16.f32" in kernel.source and "f32.bf16.bf16" not in kernel.source
+
+
+def test_operands_that_nothing_writes_are_found() -> None:
+    problem = AttentionSpec(8, 2, 128, q_dtype="bfloat16")
+    tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
+    kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
+    assert not unwritten_operands(kernel.body)
+    product = next(line for line in kernel.body.splitlines() if "mma_sync" in line)
+    operand = product.split(",")[4].split("[")[0].strip()
+    spoilt = kernel.body.replace(product, product.replace(f"{operand}[", "nowhere["))
+    assert unwritten_operands(spoilt) == {"nowhere"}
 
 
 def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:

@@ -43,7 +43,7 @@ def works(draw: st.DrawFn, **fixed: Any) -> Work:
     offsets = st.none() | st.tuples(*[st.integers(-30, 80)] * size)
     fields: dict[str, Any] = {
         "heads": st.sampled_from([1, 2, 3, 8]),
-        "heads_at_once": st.sampled_from([0, 1]),
+        "tokens_at_once": st.sampled_from([0, 1000]),
         "ctas": st.sampled_from([1, 2, 3, 8, 33]),
         "group": st.sampled_from([1, 3, 4]),
         "tile": st.sampled_from([1, 7, 16]),
@@ -153,17 +153,15 @@ def test_loads_are_even(lengths: str, size: int, ctas: int, heads: int) -> None:
 
 
 def test_work_is_dealt_in_parts_that_share_a_cache() -> None:
-    """CTAs that work at the same time read the K and V of few heads of few requests."""
-    at_once = {"heads_at_once": 2, "tokens_at_once": 10_000}
-    work = Work((4096, 3000, 900), (4096, 9000, 900), 8, ctas=132, group=4, tile=128, **at_once)
+    """CTAs that work at the same time read the K and V of a head of few requests."""
+    shape = {"ctas": 132, "group": 4, "tile": 128, "tokens_at_once": 10_000}
+    work = Work((4096, 3000, 900), (4096, 9000, 900), 4, **shape)
     made = run(work)
     check(work, made)
     check_even(work, made)
     assert made.header[Header.NUM_SLOTS] == 0
     queues = [made.rows()[a:b] for a, b in pairwise(made.cta_indptr.tolist())]
-    parts = [
-        [(item[Item.REQUEST] > 0, item[Item.KV_HEAD] // 2) for item in queue] for queue in queues
-    ]
+    parts = [[(item[Item.REQUEST] > 0, item[Item.KV_HEAD]) for item in queue] for queue in queues]
     assert all(a <= b for queue in parts for a, b in pairwise(queue))
     assert len({part for queue in parts for part in queue}) == 8
 
@@ -183,10 +181,31 @@ def test_parts_do_not_make_loads_uneven(
     qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int
 ) -> None:
     shape = {"ctas": 132, "group": 32 // heads, "tile": 128, "block": 128, "overhead": 1}
-    at_once = {"heads_at_once": 1, "tokens_at_once": 65_536}
-    made = run(Work(qo_lens, kv_lens, heads, mask="causal", **shape, **at_once))
+    made = run(Work(qo_lens, kv_lens, heads, mask="causal", tokens_at_once=65_536, **shape))
     total = long_word(made.header, Header.TOTAL_LOAD_LO)
     assert made.header[Header.MAX_LOAD] * 132 <= 1.1 * total
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "is_cut"),
+    [
+        ((8192, 8192), (8192, 8192), True),  # 31 rounds and 4 units
+        ((4096, 4096), (4096, 4096), False),  # 7 rounds and 100 units
+        ((1024,) * 16, (1024,) * 16, False),  # a piece would be too short
+        ((64,) * 132, (8192,) * 132, False),  # full rounds
+    ],
+)
+def test_units_of_a_last_round_with_few_are_cut(
+    qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], is_cut: bool
+) -> None:
+    shape = {"ctas": 132, "group": 4, "tile": 128, "block": 128, "overhead": 1}
+    work = Work(qo_lens, kv_lens, 8, tokens_at_once=16_384, **shape)
+    made = run(work)
+    check(work, made)
+    assert (made.header[Header.NUM_SLOTS] > 0) == is_cut
+    loads = made.loads(work)
+    if is_cut:
+        assert max(loads) * 132 <= 1.005 * sum(loads)
 
 
 def test_causal_prefill_is_even_and_whole() -> None:

@@ -69,7 +69,7 @@ def plan(masks: list[Mask], block: int) -> list[list[int]]:
     call(
         planner(),
         *(prefix(qo_lens), ints(kv_lens), ints(kv_lens) - ints(qo_lens), ints(kv_lens) * 0),
-        *(bits, indptr, len(masks), HEADS, 0, 1, CTAS, GROUP, 1, 2**31 - 1, TILE, block),
+        *(bits, indptr, len(masks), HEADS, 0, CTAS, GROUP, 1, 2**31 - 1, TILE, block),
         *(OVERHEAD, 2**29, sizes.max_slots(*counts), scratch, *outputs),
     )
     header = outputs[-1]

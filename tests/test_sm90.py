@@ -41,15 +41,24 @@ def compiled(spec: AttentionSpec, variant: AttentionVariant, compiler: CudaCompi
         return result
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [("nvcc", None), ("nvcc", 16), ("nvrtc", 16)])
-def test_the_pipeline_is_what_it_is_written_to_be(kind: str, page_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "page_size", "heads"),
+    [
+        *(("nvcc", None, 32), ("nvcc", 16, 32), ("nvrtc", 16, 32)),
+        *(("nvcc", 1, 32), ("nvrtc", 12, 32), ("nvcc", 5, 40)),
+    ],
+)
+def test_the_pipeline_is_what_it_is_written_to_be(
+    kind: str, page_size: int | None, heads: int
+) -> None:
     if (compiler := FIND[kind]()) is None:
         pytest.skip(f"there is no {kind}")
-    spec = AttentionSpec(32, 8, 128, q_dtype="bfloat16", page_size=page_size)
+    spec = AttentionSpec(heads, 8, 128, q_dtype="bfloat16", page_size=page_size)
     made = compiled(spec, variants.causal(), compiler)
     assert "0 bytes stack frame, 0 bytes spill stores" in made.report
     assert "C75" not in made.report, "multiplications are serialised"
     code = disassemble(made.cubin)
+    assert "BRA.U.ANY" not in code, "copies are begun in loops over lanes"
     between = re.findall(f"{WAIT_FOR_QK}(.*?){WAIT_FOR_PV}", code, re.DOTALL)
     most = max(part.count("MUFU.EX2") for part in between)
     assert most >= EXPONENTIALS // 2, "exponentials do not overlap weights times values"

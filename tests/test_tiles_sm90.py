@@ -17,6 +17,8 @@ from tvm_attn.target import parse_target
 from tvm_attn.variant import AttentionVariant
 
 HOPPER = parse_target("cuda -arch=sm_90")
+EIGHT = 8
+"""Rows of a swizzle pattern."""
 SPEC = AttentionSpec(8, 2, 128, q_dtype="bfloat16", page_size=16)
 
 
@@ -27,12 +29,32 @@ def spec(**fields: object) -> AttentionSpec:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "box"), [(None, 128), (8, 8), (24, 8), (48, 16), (128, 128), (256, 128)]
+    ("page_size", "box"), [(None, 128), (16, 16), (48, 16), (128, 128), (256, 128)]
 )
 def test_boxes_are_parts_of_pages_and_of_blocks(page_size: int | None, box: int) -> None:
     tile = tiles_to_try(spec(page_size=page_size))[0]
     assert (tile.box, tile.boxes * tile.box) == (box, tile.block)
     assert tile.begins_early == (page_size is not None)
+    assert not tile.gathers
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 5, 8, 12, 20, 24, 100])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rows_of_other_pages_are_gathered_by_halves_of_a_block(
+    page_size: int, head_dim: int
+) -> None:
+    for tile in tiles_to_try(spec(page_size=page_size, head_dim_qk=head_dim)):
+        assert (tile.gathers, tile.box, tile.begins_early) == (True, 1, False)
+        assert tile.block % (tile.feeders * EIGHT) == 0, "a part is not made of swizzle patterns"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "feeders"), [(1, 8, 2), (1, 6, 1), (16, 8, 1), (None, 6, 1)]
+)
+def test_warps_that_fetch_rows_of_odd_groups_feed_nothing(
+    page_size: int | None, heads: int, feeders: int
+) -> None:
+    assert tiles_to_try(spec(num_qo_heads=heads, page_size=page_size))[0].feeders == feeders
 
 
 @pytest.mark.parametrize(
@@ -54,7 +76,6 @@ def test_dims_are_padded_to_128_bytes() -> None:
     ("variant", "fields", "reason"),
     [
         ("causal", {"kv_dtype": "float8_e4m3fn"}, "K and V are float8_e4m3fn"),
-        ("causal", {"page_size": 5}, "pages of 5"),
         ("sigmoid", {}, "no softmax"),
         ("rotary", {}, "transformed"),
     ],
@@ -93,24 +114,38 @@ def test_a_kernel_asks_for_as_much_as_its_tile_says() -> None:
 def test_tables_have_it_or_say_why_not() -> None:
     titles = [table.title for table in pipeline.tile_tables(SPEC, None, HOPPER)]
     assert any(title.startswith("long family by Hopper's own kernel") for title in titles)
-    titles = [table.title for table in pipeline.tile_tables(spec(page_size=1), None, HOPPER)]
-    assert "no Hopper kernel: pages of 1 are no multiple of 8" in titles
+    widened = spec(kv_dtype="float8_e4m3fn")
+    titles = [table.title for table in pipeline.tile_tables(widened, None, HOPPER)]
+    assert "no Hopper kernel: K and V are float8_e4m3fn, queries float16" in titles
     titles = [table.title for table in pipeline.tile_tables(SPEC, None, "cuda -arch=sm_80")]
     assert not any("Hopper" in title for title in titles)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "schedule", "said"),
+    ("page_size", "copies"), [(None, "boxes of 128"), (48, "boxes of 16"), (8, "single rows")]
+)
+def test_the_table_says_how_keys_are_copied(page_size: int | None, copies: str) -> None:
+    tables = pipeline.tile_tables(spec(page_size=page_size), None, HOPPER)
+    [table] = [table for table in tables if "Hopper's own kernel" in table.title]
+    assert table.rows[0][table.columns.index("keys are copied in")] == copies
+
+
+@pytest.mark.parametrize(
+    ("fields", "schedule", "said"),
     [
-        (16, None, "schedule sm90"),
-        (1, None, "schedule sm80 (not sm90: pages of 1 are no multiple of 8)"),
-        (16, "sm80", "schedule sm80"),
+        ({}, None, "schedule sm90"),
+        (
+            {"kv_dtype": "float8_e4m3fn"},
+            None,
+            "schedule sm80 (not sm90: K and V are float8_e4m3fn, queries float16)",
+        ),
+        ({}, "sm80", "schedule sm80"),
     ],
 )
 def test_a_kernel_says_what_made_it_and_why(
-    page_size: int, schedule: str | None, said: str
+    fields: dict[str, object], schedule: str | None, said: str
 ) -> None:
-    module = pipeline.build(spec(page_size=page_size), None, HOPPER, schedule=schedule)
+    module = pipeline.build(spec(page_size=16, **fields), None, HOPPER, schedule=schedule)
     assert said in str(module)
     assert ("(not sm90" in str(module)) == ("(not sm90" in said)
     assert module.backend == module.families[-1].schedule == said.split()[1]

@@ -13,7 +13,7 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, portable_host
 from tvm_attn.variant import AttentionVariant
 
-CACHED_BYTES = 2**25
+CACHED_BYTES = 2**23
 """Bytes of K and V that work at a time should read: less than the second-level cache has."""
 
 

@@ -28,6 +28,7 @@ CPUINFO_FLAGS = {  # LLVM's name of a vector extension -> the kernel's name of i
     "avx512vbmi2": "avx512_vbmi2",
     "avx512bitalg": "avx512_bitalg",
     "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avx512vp2intersect": "avx512_vp2intersect",
     "amx-tile": "amx_tile",
     "amx-bf16": "amx_bf16",
     "amx-int8": "amx_int8",

@@ -197,16 +197,15 @@ def hide(cta, task, kv0):
         hide_outside(cta, rows, ranges, kv0)
 
 
-def all_is_seen(cta: Cta, task: Any, kv0: Expr) -> Expr:
-    """Whether all rows of an item see all keys of a block."""
-    seen = task.sees_all(kv0, kv0 + cta.tile.block - 1)
-    return tirx.And(task.first_key <= kv0, seen) if cta.tile.begins_early else seen
+def may_hide(cta: Cta, task: Any, kv0: Expr) -> Expr:
+    """Return 1 if some row of an item may not see some key of a block, 0 if all see all."""
+    return tirx.Cast("int32", tirx.Not(task.sees_all(kv0, kv0 + cta.tile.block - 1)))
 
 
 @T.inline
 def mask(cta, task, kv0):
     """Hide keys, in a block where some may be hidden."""
-    if T.Not(all_is_seen(cta, task, kv0)):
+    if may_hide(cta, task, kv0) != 0:
         hide(cta, task, kv0)
 
 

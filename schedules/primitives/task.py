@@ -267,7 +267,7 @@ def derive(cta, task, kv_begin, kv_end):
         seen = T.meta_var(task.seen(cta.tile.granule))
         task.words[task.first + Derived.FIRST_KEY] = kv_begin
         task.words[task.first + Derived.END_KEY] = kv_end
-        task.words[task.first + Derived.FIRST_SEEN] = seen.first
+        task.words[task.first + Derived.FIRST_SEEN] = T.max(seen.first, kv_begin)
         task.words[task.first + Derived.LAST_SEEN] = T.min(seen.last, kv_end - 1)
         task.words[task.first + Derived.FACTOR] = T.reinterpret("int32", factor)
 

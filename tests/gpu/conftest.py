@@ -29,14 +29,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prebuilt(request: pytest.FixtureRequest) -> None:
-    """Build what the tests of this run need, in a process that has not touched the GPU."""
+def prebuilt(
+    request: pytest.FixtureRequest, testrun_uid: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Build what the tests of this run need: one of its workers does, the others wait.
+
+    That is in a process that has not touched the GPU.
+    """
     modules = sorted({item.path.stem for item in request.session.items if item.path.parent == HERE})
     command = [sys.executable, "-m", "tests.gpu.prebuild", "--target", str(gpu().target), *modules]
+    is_built = tmp_path_factory.getbasetemp().parent / f"prebuilt-{testrun_uid}"
     env.cache_dir().mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(env.cache_dir() / "prebuild.lock"):  # test workers come one by one
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr)  # a test whose kernel cannot be built says why by itself
+    with filelock.FileLock(env.cache_dir() / "prebuild.lock"):
+        if not is_built.exists():
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            print(done.stdout, done.stderr)  # a test whose kernel cannot be built says why itself
+            is_built.touch()
 
 
 @pytest.fixture(scope="session")

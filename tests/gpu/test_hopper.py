@@ -29,6 +29,13 @@ _ROWS = (
     ("custom_mask", ("bfloat16", "bfloat16"), "NHD", 32, 16, (128, 64)),
     ("causal", ("float16", "float16", "float32"), "NHD", 256, 1, (112, 80)),
     ("sink", ("float16", "float16", "bfloat16"), "HND", 48, 64, (16, 32)),
+    ("causal", ("bfloat16", "bfloat16"), "NHD", 1, 4, (128, 128)),
+    ("full", ("float16", "float16"), "HND", 12, 1, (128, 128)),
+    ("window_sink", ("float16", "float16"), "HND", 5, 3, (64, 64)),
+    ("alibi", ("bfloat16", "bfloat16"), "NHD", 12, 5, (96, 96)),
+    ("window_soft_cap", ("bfloat16", "bfloat16", "float32"), "NHD", 1, 8, (256, 256)),
+    ("custom_mask_window", ("bfloat16", "bfloat16"), "HND", 1, 2, (80, 112)),
+    ("sink", ("float16", "float16"), "HND", 5, 16, (16, 32)),
 )
 ROWS: list[Row] = [
     dict(zip(("variant", "dtypes", "layout", "page_size", "group", "dims"), row, strict=True))

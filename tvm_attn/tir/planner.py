@@ -14,7 +14,8 @@ The last is taken if it makes the longest CTA shorter than 1 and 2 do. So the lo
 has at most 1.1 times the mean load, or one unit that is not worth cutting, or, where loads are few
 granules, the mean plus a few `MIN_PIECE`. There are at most two partial states a CTA.
 
-Where CTAs share a cache, what 1 and 2 deal back and forth is dealt to the CTA with least instead.
+Where CTAs share a cache, what 1 and 2 deal back and forth is dealt to the CTA with least instead,
+and the units of a last round that is far from full are cut if that pays (`LastRound`).
 
 With a fixed split, units are cut at all multiples of it and dealt as in 1, so that how a request is
 cut depends on that request alone.
@@ -58,6 +59,7 @@ from tvm_attn.tir.planner_ints import (
     wide,
 )
 from tvm_attn.tir.planner_line import carve_line, deal_line, measure_line, place_boundaries
+from tvm_attn.tir.planner_round import LastRound
 from tvm_attn.tir.planner_units import (
     ROW_WORDS,
     Family,
@@ -140,7 +142,7 @@ def is_uneven(plan: Plan, machine: Machine) -> Any:
 
 
 @T.inline
-def decide(plan, table, units, line, machine, fixed_split, load, bins):
+def decide(plan, table, units, line, machine, fixed_split, is_greedy, load, bins):
     """Settle for a plan of the units, which are what the table holds at first: the policy."""
     is_fixed = T.meta_var(fixed_split > 0)
     share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
@@ -152,7 +154,11 @@ def decide(plan, table, units, line, machine, fixed_split, load, bins):
         if attempt == 0:
             wanted = wanted * as_bit(T.Not(is_fixed))
         else:
-            wanted = wanted * as_bit(T.Or(is_fixed, is_uneven(plan, machine)))
+            by_round = T.meta_var(
+                LastRound.of(units, machine, plan.max_load, T.And(is_greedy, plan.kind == SNAKE))
+            )
+            is_round = T.meta_var(by_round.is_wanted)
+            wanted = wanted * as_bit(T.Or(T.Or(is_fixed, is_round), is_uneven(plan, machine)))
             if wanted != 0:
                 clear(table, table.room)
                 cut_units(
@@ -160,7 +166,9 @@ def decide(plan, table, units, line, machine, fixed_split, load, bins):
                     table,
                     machine,
                     lambda *args: T.if_then_else(
-                        is_fixed, by_split.parts(*args), by_share.parts(*args)
+                        is_fixed,
+                        by_split.parts(*args),
+                        T.if_then_else(is_round, by_round.parts(*args), by_share.parts(*args)),
                     ),
                     lambda *args: T.if_then_else(
                         is_fixed, by_split.edge(*args), by_share.edge(*args)
@@ -202,7 +210,7 @@ def summarise(plan: Plan, header: Any) -> None:
 
 
 @T.inline
-def deal(plan, table, units, line, machine, at_once, bins, load, out):
+def deal(plan, table, units, line, machine, tokens_at_once, bins, load, out):
     """Write the work list that was settled for."""
     if plan.kind == LINE:
         deal_line(line, units, machine, out, plan.uncut)
@@ -211,8 +219,8 @@ def deal(plan, table, units, line, machine, at_once, bins, load, out):
         table.count = plan.count
         table.slots = plan.slots
         table.merges = plan.merges
-        if at_once[0] > 0:
-            deal_greedy(table, machine, *at_once, bins, load, out, plan)
+        if tokens_at_once > 0:
+            deal_greedy(table, machine, tokens_at_once, bins, load, out, plan)
         else:
             deal_snake(table, machine, out)
         write_merges(table, machine, out)
@@ -245,9 +253,9 @@ def work_planner(
     *extra_params                            what `kv_bounds` and `bitmaps` read
     batch                scalar              requests
     num_kv_heads         scalar
-    heads_at_once        scalar              0; or units are dealt each to the CTA with least, those
-    tokens_at_once       scalar              of so many heads (which divide num_kv_heads) and of
-                                             requests with so many KV tokens before the next ones
+    tokens_at_once       scalar              0; or units are dealt each to the CTA with least, those
+                                             of a head of requests with so many KV tokens before
+                                             those of the next
     num_ctas             scalar              CTAs (threads) to deal to
     group_size           scalar              query heads that share a KV head
     row_min, row_max     scalars             the family has requests with so many fused rows
@@ -296,7 +304,6 @@ def work_planner(
         kv_pos_offset_h: T.handle,
         batch: T.int32,
         num_kv_heads: T.int32,
-        heads_at_once: T.int32,
         tokens_at_once: T.int32,
         num_ctas: T.int32,
         group_size: T.int32,
@@ -328,9 +335,6 @@ def work_planner(
         assert smallest(num_kv_heads, num_ctas, group_size, tile_rows, kv_block) > 0, (
             "plan_work: num_kv_heads, num_ctas, group_size, tile_rows and kv_block must be positive"
         )
-        assert T.And(heads_at_once >= 0, num_kv_heads % T.max(heads_at_once, 1) == 0), (
-            "plan_work: heads_at_once must divide num_kv_heads, or be 0"
-        )
         assert T.And(cta_indptr.shape[0] > num_ctas, scratch.shape[0] >= tables), (
             "plan_work: cta_indptr or scratch is too small for num_ctas"
         )
@@ -359,7 +363,6 @@ def work_planner(
                 Family(Divisor(group_size, group_reciprocal), row_min, row_max, tile_rows)
             )
             lengths = T.meta_var(Lengths(batch, qo_indptr, kv_len, q_pos_offset, kv_pos_offset))
-            at_once = T.meta_var((heads_at_once, tokens_at_once))
             out = T.meta_var(WorkList(items, cta_indptr, merge_items, merge_indptr))
 
             clear(table, 0)
@@ -367,7 +370,7 @@ def work_planner(
             units.count = table.count
             units.total = table.total
             plan.items = wide(units.count) * wide(num_kv_heads)
-            decide(plan, table, units, line, machine, fixed_split, load, bins)
+            decide(plan, table, units, line, machine, fixed_split, tokens_at_once > 0, load, bins)
 
             for i in T.serial(3):
                 header[i] = 0
@@ -377,7 +380,7 @@ def work_planner(
             check_room(plan.slots, max_slots, int(Status.SLOTS_FULL), header)
             check_room(plan.merges, merges_room, int(Status.MERGES_FULL), header)
             if header[int(Header.STATUS)] == int(Status.OK):
-                deal(plan, table, units, line, machine, at_once, bins, load, out)
+                deal(plan, table, units, line, machine, tokens_at_once, bins, load, out)
             summarise(plan, header)
 
-    return close_over(plan_work, extra_params, before=19, name="plan_work")
+    return close_over(plan_work, extra_params, before=18, name="plan_work")

@@ -1,7 +1,8 @@
 """Dealing whole pieces of work to the CTA that has least: longest first, part by part.
 
-That is more even than `deal_snake` and takes longer. A part is some heads of some requests, whose K
-and V a cache can hold: CTAs that work at the same time read the same ones. Ties go to the first
+That is more even than `deal_snake` and takes longer. A part is a head of some requests, whose K and
+V a cache can hold: CTAs that work at the same time read the same ones, and neighbours the same
+blocks of them. Short pieces, which fill up a last round, come after all else. Ties go to the first
 CTA, so the result does not depend on the order in which it is computed.
 """
 
@@ -13,7 +14,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_deal import SORT_BINS, write_heads
 from tvm_attn.tir.planner_ints import INT32_MAX, as_bit, assign, div, low_word, var, wide
-from tvm_attn.tir.planner_units import Table
+from tvm_attn.tir.planner_units import STRIDE, Table
 from tvm_attn.worklist import Item
 
 CTA_BITS = 20
@@ -47,7 +48,10 @@ def give_to_least(heap, size, cost, cta):
 
 @T.inline
 def part_requests(table, tokens_at_once):
-    """Note of each row which part it is in: requests of so many KV tokens, or a single one."""
+    """Note of each row which part it is in: requests of so many KV tokens, or a single one.
+
+    Pieces of less than half of the longest row are the last part.
+    """
     part = var(0)
     tokens = var(T.int64(0))
     request = var(-1)
@@ -60,9 +64,11 @@ def part_requests(table, tokens_at_once):
             length = 0
         length = T.max(length, table.rows[row, int(Item.KV_END)])
         if T.And(tokens > T.int64(0), tokens + wide(length) > wide(tokens_at_once)):
-            part = T.min(part + 1, SORT_BINS - 1)
+            part = T.min(part + 1, SORT_BINS - 2)
             tokens = T.int64(0)
-        table.rows[row, int(Item.KV_HEAD)] = part
+        is_piece = T.meta_var(table.rows[row, STRIDE] > 0)
+        is_short = T.meta_var(T.And(is_piece, 2 * table.cost[row] < table.longest))
+        table.rows[row, int(Item.KV_HEAD)] = T.Select(is_short, SORT_BINS - 1, part)
 
 
 @T.inline
@@ -92,7 +98,7 @@ def in_parts(table: Table, i: Any) -> Any:
 
 @T.inline
 def go_over_units(table, machine, heads_at_once, heap, visit):
-    """Give every unit of a table to a CTA: ``visit(row, head, cta)``."""
+    """Give every unit of a table to a CTA: ``visit(row, head, cta)``; heads of a row together."""
     cta = var(0)
     begin = var(0)
     end = var(0)
@@ -121,14 +127,14 @@ def is_uneven(max_load: Any, total: Any, num_ctas: Any) -> Any:
 
 
 @T.inline
-def deal_greedy(table, machine, heads_at_once, tokens_at_once, bins, heap, out, plan):
+def deal_greedy(table, machine, tokens_at_once, bins, heap, out, plan):
     """Deal the units of a table; ``plan.max_load`` becomes that of the longest CTA.
 
     They are dealt twice: CTAs' items are counted, then written. If parts make them uneven, as long
     units of the last part do, all units are one part.
     """
     indptr = T.meta_var(out.cta_indptr)
-    heads = var(heads_at_once)
+    heads = var(1)
     tokens = var(tokens_at_once)
     is_dealt = var(0)
 

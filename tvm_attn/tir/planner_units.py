@@ -231,7 +231,7 @@ def cut_units(units, table, machine, parts_of, edge_of):
         begin = var(units.rows[i, int(Item.KV_BEGIN)])
         end = var(units.rows[i, int(Item.KV_END)])
         granules = var(units.cost[i] - machine.overhead)
-        parts = var(parts_of(begin, end, granules))
+        parts = var(parts_of(i, begin, end, granules))
         is_cut = var(as_bit(parts > 1))
         left = var(begin)
         for part in T.serial(parts):
@@ -259,8 +259,8 @@ class Multiples:
 
     split: Any
 
-    def parts(self, begin: Any, end: Any, granules: Any) -> Any:
-        """In how many parts a KV range is cut."""
+    def parts(self, row: Any, begin: Any, end: Any, granules: Any) -> Any:
+        """In how many parts a row's KV range is cut."""
         return T.max(div(end - 1, self.split) - div(begin, self.split), 0) + 1
 
     def edge(self, begin: Any, granules: Any, part: Any, parts: Any) -> Any:
@@ -275,8 +275,8 @@ class Longest:
     machine: Machine
     share: Any
 
-    def parts(self, begin: Any, end: Any, granules: Any) -> Any:
-        """In how many parts a KV range is cut."""
+    def parts(self, row: Any, begin: Any, end: Any, granules: Any) -> Any:
+        """In how many parts a row's KV range is cut."""
         least = T.max(T.shift_right(self.share + T.int64(1), T.int64(1)), T.int64(MIN_PIECE))
         parts = T.max(low_word(T.truncdiv(wide(granules), least)), 1)
         return T.Select(wide(granules + self.machine.overhead) > self.share, parts, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,43 +10,36 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.fragments import of_lane
-from tvm_attn.schedules.primitives.hopper.barriers import Cursor, Pipe, advance, publish_to_copies
+from tvm_attn.schedules.primitives.hopper.barriers import Cursor, Pipe, advance
+from tvm_attn.schedules.primitives.hopper.boxes import Boxes
+from tvm_attn.schedules.primitives.hopper.gathering import Gathered
 from tvm_attn.schedules.primitives.hopper.items import (
     known_parity,
     meet_first_items,
     meet_next_item,
     task_access,
 )
-from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap, encode
-from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
+from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap
 from tvm_attn.schedules.primitives.task import Task
 from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, HopperTile
-from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
 
-def block_map(spec: AttentionSpec, tile: HopperTile, handle: Any, cache: Any) -> TensorMap:
-    """Encode the map of K or V: ``(dim, token, head)``, of pages ``(dim, slot, head, page)``."""
-    page, slot, head, dim = (0, 2, 1, 3) if spec.kv_layout == "HND" else (0, 1, 2, 3)
-    if not spec.is_paged:
-        return encode(handle, cache, (dim, page, head), (COLUMN_GROUP, tile.box, 1))
-    return encode(handle, cache, (dim, slot, head, page), (COLUMN_GROUP, tile.box, 1, 1))
-
-
 @dataclass(frozen=True)
 class Feed:
-    """What a warp feeds: blocks of K, or of V, of one item after another.
+    """What a warp feeds: blocks of K, or of V, or its part of them, of one item after another.
 
     Parameters
     ----------
     cta : Cta
         As that warp sees it.
-    map : TensorMap
-        Of the tensor.
-    num_pages : Expr
-        Its first size: a page of this number is outside.
+    cache : Buffer
+        K or V.
+    source : Boxes or Gathered
+        How it is copied.
+    copy : callable
+        Copies a block, or begins to, once its stage is empty.
     tile : Buffer
         The ring in shared memory.
     dim : int
@@ -57,12 +51,31 @@ class Feed:
     """
 
     cta: Cta
-    map: TensorMap
-    num_pages: Expr
+    cache: Any
+    source: Boxes | Gathered
+    copy: Callable[..., Any]
     tile: Any
     dim: int
     pipe: Pipe
     at: Cursor
+
+    @staticmethod
+    def of_keys(cta: Cta, cache: Any, map: TensorMap | None, part: Expr) -> Feed:
+        """Begin to feed keys: in boxes, if there is a map, else a part of their rows."""
+        shared = cta.shared
+        source = _source(cta, cache, map, shared.k, part)
+        at = Cursor.begin(shared.keys, fills=True)
+        return Feed(cta, cache, source, source.copy_keys, shared.k, shared.dim_qk, shared.keys, at)
+
+    @staticmethod
+    def of_values(cta: Cta, cache: Any, map: TensorMap | None, part: Expr) -> Feed:
+        """Begin to feed values, as `of_keys`."""
+        shared = cta.shared
+        source = _source(cta, cache, map, shared.v, part)
+        at = Cursor.begin(shared.values, fills=True)
+        return Feed(
+            cta, cache, source, source.copy_values, shared.v, shared.dim_vo, shared.values, at
+        )
 
     @property
     def groups(self) -> int:
@@ -75,14 +88,25 @@ class Feed:
         return int(self.cta.tile.block * COLUMN_GROUP)
 
     @property
+    def group_bytes(self) -> int:
+        """Bytes of a group of columns of a block."""
+        return self.group_elements * itemsize(self.cta.dtype)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return self.groups * self.group_elements * itemsize(self.cta.dtype)
+        return self.groups * self.group_bytes
 
     def pointer(self, group: Expr, row: Expr, column: Expr = 0) -> Expr:
         """Address of an element of the stage to fill, as if it were not swizzled."""
         tile = self.at.stage * self.groups + group
         return self.tile.ptr_to([tile * self.group_elements + row * COLUMN_GROUP + column])
+
+
+def _source(cta: Cta, cache: Any, map: TensorMap | None, tile: Any, part: Expr) -> Boxes | Gathered:
+    if map is None:
+        return Gathered.of_cache(cta, cache, tile, part)
+    return Boxes.of_cache(map, cache)
 
 
 def first_block(tile: HopperTile, task: Any) -> Expr:
@@ -99,132 +123,60 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
 
 
 @T.inline
-def copy_ragged(feed, begin, head, kv0, barrier):
-    """Begin to copy a block of ragged K or V, of a request that begins with token `begin`."""
-    if feed.cta.lane.index == 0:
-        for group in T.unroll(feed.groups):
-            feed.map.load(
-                feed.pointer(group, 0), (group * COLUMN_GROUP, begin + kv0, head), barrier
-            )
+def feed_last_block(feed, batch, t):
+    """Feed the last block of item `t`, which is the first that is attended to, if one feeds any."""
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
+        feed.copy(feed, task, access, head, kv0)
+        advance(feed.at)
 
 
 @T.inline
-def copy_pages(feed, head, where, barrier):
-    """Begin to copy a block of pages, whose boxes were looked up."""
-    tile = T.meta_var(feed.cta.tile)
-    pages = T.alloc_local((tile.boxes,), "int32")
-    slots = T.alloc_local((tile.boxes,), "int32")
-    for i in T.unroll(tile.boxes):
-        pages[i] = of_lane(where[0], i)
-        slots[i] = 0 if tile.box == tile.page else of_lane(where[1], i)
-    if feed.cta.lane.index == 0:
-        for i in T.unroll(tile.boxes):
-            for group in T.unroll(feed.groups):
-                feed.map.load(
-                    feed.pointer(group, i * tile.box),
-                    (group * COLUMN_GROUP, slots[i], head, pages[i]),
-                    barrier,
-                )
+def feed_blocks(feed, batch, t, fed):
+    """Feed the blocks of item `t`, from its last to its first, but for some that were fed."""
+    if feed is not None:
+        tile = T.meta_var(feed.cta.tile)
+        task = T.meta_var(Task.of(feed.cta, batch, t))
+        access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
+        head: T.int32 = task.kv_head
+        first: T.int32 = first_block(tile, task)
+        kv0: T.int32 = last_block(tile, task, first) - fed * tile.block
+        while kv0 >= first:
+            feed.copy(feed, task, access, head, kv0)
+            advance(feed.at)
+            kv0 = kv0 - tile.block
 
 
 @T.inline
-def look_up_box(feed, task, cache, kv0, where):
-    """Look up a lane's box of a block, its page and slot: outside if nothing of it is needed."""
-    tile = T.meta_var(feed.cta.tile)
-    token: T.let[T.int32] = kv0 + feed.cta.lane.index * tile.box
-    where[0] = T.Cast("int32", feed.num_pages)
-    where[1] = 0
-    if T.And(token < task.end_key, token + tile.box > task.first_key):
-        where[0] = cache.locate(task.request, token)[0]
-        where[1] = cache.split(token)[1]
-
-
-def zero_chunk(pointer: Expr) -> Expr:
-    """Zero 16 bytes of shared memory."""
-    return T.ptx["st.shared.v4.b32"](pointer, *[T.uint32(0)] * 4)
-
-
-@T.inline
-def zero_rows(feed, first, end):
-    """Zero the rows of a block outside of `first` to `end`: what is there may be no number."""
-    chunks = T.meta_var(COLUMN_GROUP * itemsize(feed.cta.dtype) // CHUNK_BYTES)
-    elements = T.meta_var(CHUNK_BYTES // itemsize(feed.cta.dtype))
-    per_turn = T.meta_var(WARP // chunks)
-    for turn in T.serial(feed.cta.tile.block // per_turn):
-        row: T.let[T.int32] = turn * per_turn + feed.cta.lane.index // chunks
-        if T.Or(row < first, row >= end):
-            for group in T.unroll(feed.groups):
-                zero_chunk(feed.pointer(group, row, feed.cta.lane.index % chunks * elements))
-
-
-@T.inline
-def copy_block(feed, task, cache, head, kv0, barrier):
-    """Begin to copy a block, once its stage is empty, to where it announces its bytes."""
-    where = T.alloc_local((2,), "int32")
-    if feed.cta.spec.is_paged:
-        look_up_box(feed, task, cache, kv0, where)
-    feed.pipe.empty.wait(feed.at.parity, feed.at.stage)
-    if feed.cta.lane.index == 0:
-        T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, T.uint32(feed.block_bytes))
-    if feed.cta.spec.is_paged:
-        copy_pages(feed, head, where, barrier)
-    else:
-        copy_ragged(feed, cache.begin(task.request), head, kv0, barrier)
-
-
-@T.inline
-def feed_values(feed, given, t0, end):
-    """Feed the values of all items. What the item does not have is zeroed: 0 times it is 0.
-
-    That is what comes before its first key, and after the request's last one.
-    """
+def feed_items(feed, batch, t0, end):
+    """Feed the blocks of all items, as they become known."""
     cta = T.meta_var(feed.cta)
-    shared = T.meta_var(cta.shared)
-    parity: T.int32 = 0
     t: T.int32 = t0
     while t < end:
-        shared.known.wait(known_parity(cta, t, t0), t % cta.tile.tasks)
-        task = T.meta_var(Task.of(cta, given.batch, t))
-        cache = T.meta_var(task_access(cta, task, given.batch, given.v))
-        head: T.int32 = task.kv_head
-        first: T.int32 = first_block(cta.tile, task)
-        kv0: T.int32 = last_block(cta.tile, task, first)
-        while kv0 >= first:
-            is_whole: T.let[T.bool] = T.And(
-                task.first_key <= kv0, kv0 + cta.tile.block <= task.kv_len
-            )
-            lands: T.let[T.int32] = T.Select(
-                is_whole, feed.pipe.full.first + feed.at.stage, shared.landing.first
-            )
-            copy_block(feed, task, cache, head, kv0, shared.landing.words.ptr_to([lands]))
-            if T.Not(is_whole):
-                shared.landing.wait(parity)
-                parity = T.bitwise_xor(parity, 1)
-                zero_rows(feed, task.first_key - kv0, task.kv_len - kv0)
-                publish_to_copies()
-                T.cuda.warp_sync()
-                if cta.lane.index == 0:
-                    feed.pipe.full.arrive(feed.at.stage)
-            advance(feed.at)
-            kv0 = kv0 - cta.tile.block
+        cta.shared.known.wait(known_parity(cta, t, t0), t % cta.tile.tasks)
+        feed_blocks(feed, batch, t, 0)
         t = t + 1
 
 
 @T.inline
-def feed_keys(feed, given, t0, end):
-    """Feed the keys of all items, and tell the other warps of each item, ahead of time."""
+def announce_and_feed_items(feed, given, t0, end):
+    """Feed the blocks of all items, and tell the other warps of each item, ahead of time."""
     cta = T.meta_var(feed.cta)
     t: T.int32 = t0
     meet_first_items(cta, given, t0, end)
     while t < end:
         task = T.meta_var(Task.of(cta, given.batch, t))
-        cache = T.meta_var(task_access(cta, task, given.batch, given.k))
+        access = T.meta_var(task_access(cta, task, given.batch, feed.cache))
         head: T.int32 = task.kv_head
         first: T.int32 = first_block(cta.tile, task)
         kv0: T.int32 = last_block(cta.tile, task, first)
         is_first: T.int32 = 1
         while kv0 >= first:
-            copy_block(feed, task, cache, head, kv0, feed.pipe.full.pointer(feed.at.stage))
+            feed.copy(feed, task, access, head, kv0)
             advance(feed.at)
             if is_first != 0:
                 meet_next_item(cta, given, t, end)

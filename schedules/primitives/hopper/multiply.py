@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.hopper.barriers import advance
+from tvm_attn.schedules.primitives.hopper.barriers import advance, publish_to_copies
 from tvm_attn.schedules.primitives.hopper.warpgroup import Warpgroup
 from tvm_attn.schedules.primitives.hopper.wgmma import (
     close_group,
@@ -71,9 +71,13 @@ def wait_for_pv(cta, group):
 def wait_for_keys(cta, group):
     """Wait for the keys of the next stage."""
     cta.shared.keys.full.wait(group.k_at.parity, group.k_at.stage)
+    if cta.tile.gathers:
+        publish_to_copies()
 
 
 @T.inline
 def wait_for_values(cta, group):
     """Wait for the values of the next stage."""
     cta.shared.values.full.wait(group.v_at.parity, group.v_at.stage)
+    if cta.tile.gathers:
+        publish_to_copies()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
@@ -15,20 +16,31 @@ from tvm_attn.schedules.primitives.fragments import (
     pack,
 )
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
-from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes
 from tvm_attn.schedules.primitives.hopper.slots import slot_pointer, stores_through_slot
 from tvm_attn.schedules.primitives.shapes import DEPTH
 from tvm_attn.schedules.primitives.store import store_part, store_row
-from tvm_attn.schedules.tiles_sm90 import WARPGROUP_ROWS
+from tvm_attn.schedules.tiles_sm90 import (
+    COLUMN_GROUP,
+    ELEMENT_BYTES,
+    WARPGROUP_ROWS,
+    comes_in_boxes,
+)
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
 
 
-def matrix_pointer(cta: Cta, group: Any, step: Expr) -> Expr:
-    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows."""
+def matrix_address(cta: Cta, group: Any, step: int) -> Expr:
+    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows.
+
+    Chunks are swizzled by exclusive or: addresses of all steps follow from one.
+    """
     row, column = cta.lane.left_address()
     place = cta.first_place - group.index * WARPGROUP_ROWS + row
-    return slot_pointer(cta.shared, group.index, place, step * DEPTH + column)
+    first = T.cuda.cvta_generic_to_shared(slot_pointer(cta.shared, group.index, place, column))
+    steps = COLUMN_GROUP // DEPTH
+    within = T.uint32(step % steps * DEPTH * ELEMENT_BYTES)
+    across = T.uint32(step // steps * WARPGROUP_ROWS * COLUMN_GROUP * ELEMENT_BYTES)
+    return tirx.bitwise_xor(first, within) + across
 
 
 @T.inline
@@ -43,7 +55,7 @@ def take_queries(cta, group, parity):
     wait_for_slot(cta, group, parity)
     if cta.tile.holds_queries:
         for step in T.unroll(cta.spec.head_dim_qk // DEPTH):
-            load_matrices(cta.registers.query, step * LEFT, matrix_pointer(cta, group, step))
+            load_matrices(cta.registers.query, step * LEFT, matrix_address(cta, group, step))
     elif not comes_in_boxes(cta.spec):
         publish_to_copies()
 
@@ -89,7 +101,7 @@ def finish_rows(cta, group, task, outputs):
             at = T.meta_var(task.index(task.row(cta.place(i))))
             outputs.lse[at[0], at[1]] = r.best[i] * outputs.lse_scale
     for step in T.unroll(cta.spec.dim_vo // DEPTH):
-        store_matrices(matrix_pointer(cta, group, step), r.right, step * LEFT)
+        store_matrices(matrix_address(cta, group, step), r.right, step * LEFT)
     publish_to_copies()
 
 

@@ -23,13 +23,12 @@ from tvm_attn.schedules.primitives.folded import (
 )
 from tvm_attn.schedules.primitives.fragments import any_lane
 from tvm_attn.schedules.primitives.hopper.softmax import (
-    find_references,
     move_references,
     relate,
     weigh,
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import hold
-from tvm_attn.schedules.primitives.scores import SLACK, all_is_seen, logits, mask
+from tvm_attn.schedules.primitives.scores import SLACK, hide, logits
 from tvm_attn.schedules.primitives.task import Task, at_hand
 from tvm_attn.variant import Expr
 
@@ -43,10 +42,11 @@ def has_rows(task: Task) -> Expr:
 
 
 @T.inline
-def score(cta, group, task):
-    """Turn products into scores, where a hook does that, and hide keys, where some may be."""
+def score(cta, group, task, hides):
+    """Turn products into scores, where a hook does that, and hide keys, if some may be hidden."""
     logits(cta, task, group.kv0, has_rows(task))
-    mask(cta, task, group.kv0)
+    if hides != 0:
+        hide(cta, task, group.kv0)
 
 
 def scale(cta: Cta, factor: Expr, begin: int, end: int) -> None:
@@ -54,14 +54,14 @@ def scale(cta: Cta, factor: Expr, begin: int, end: int) -> None:
     r = cta.registers
     for at in elements(cta, begin, end):
         place = register(cta, at)
-        T.buffer_store(r.score, r.score[place] * factor - r.top[at.i], [place])
+        T.buffer_store(r.score, r.score[place] * factor - r.reference[at.i], [place])
 
 
 def apply_fold(fold: Fold, group: Any, begin: int, end: int) -> None:
     """Leave scores of column tiles relative to the references: made of products by a hook."""
-    some, top = elements(fold.cta, begin, end), fold.cta.registers.top
+    some, reference = elements(fold.cta, begin, end), fold.cta.registers.reference
     for first in range(0, len(some), SIDE_BY_SIDE):
-        fold.score(some[first : first + SIDE_BY_SIDE], group.kv0, (top[0], top[1]))
+        fold.score(some[first : first + SIDE_BY_SIDE], group.kv0, (reference[0], reference[1]))
 
 
 def weigh_products(cta: Cta, group: Any, task: Task, fold: Fold) -> None:
@@ -88,9 +88,9 @@ def weigh_products(cta: Cta, group: Any, task: Task, fold: Fold) -> None:
 
 def leaves_reach(fold: Fold, has_empty: Expr) -> Expr:
     """Whether a product of the block is beyond what a fold is good for."""
-    cta, top = fold.cta, fold.cta.registers.top
+    cta, reference = fold.cta, fold.cta.registers.reference
     some = elements(cta, 0, cta.key_tiles)
-    return any_lane(fold.reaches(some, (top[0], top[1]), SLACK[cta.dtype], has_empty))
+    return any_lane(fold.reaches(some, (reference[0], reference[1]), SLACK[cta.dtype], has_empty))
 
 
 def prepare_bias(cta: Cta, task: Task, kv0: Expr) -> Fold | None:
@@ -118,25 +118,24 @@ def relate_parts(cta, group, scored):
 
 
 @T.inline
-def weigh_part(cta, group, task, factor, biased):
+def weigh_part(cta, group, task, factor, hides, biased):
     """Make scores of the products at hand; weigh the first part, and make the rest relative.
 
-    ``biased`` is a fold that has been prepared.
+    ``hides`` is not 0 if keys may be hidden, ``biased`` a fold that has been prepared.
     """
     scaled = T.meta_var(partial(scale, cta, factor))
     if is_folded(cta.hooks):
         fold = T.meta_var(biased or Fold.prepare(cta, at_hand(cta, task), group.kv0))
-        is_far: T.bool = T.Not(all_is_seen(cta, task, group.kv0))
-        find_references(cta)
+        is_far: T.bool = hides != 0
         if T.Not(is_far):
             is_far = leaves_reach(fold, group.flags.has_empty)
         if is_far:
-            score(cta, group, task)
+            score(cta, group, task, hides)
             relate_parts(cta, group, scaled)
         elif is_bounded(cta.hooks):
             weigh_products(cta, group, task, fold)
         else:
             relate_parts(cta, group, partial(apply_fold, fold, group))
     else:
-        score(cta, group, task)
+        score(cta, group, task, hides)
         relate_parts(cta, group, scaled)

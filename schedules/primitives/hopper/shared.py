@@ -12,8 +12,8 @@ from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WARP
 from tvm_attn.schedules.tiles_sm90 import (
     COLUMN_GROUP,
     CONSUMERS,
-    WARPGROUP_ROWS,
     HopperTile,
+    comes_in_boxes,
     padded,
 )
 from tvm_attn.spec import AttentionSpec
@@ -58,8 +58,9 @@ class HopperShared:
         sizes = [tile.rows * dim_slot, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
         q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
         fetchers = 1 if comes_in_boxes(spec) else WARP
+        feeders = tile.feeders * WARP if tile.gathers else 1
         arrivals = [
-            *([1] * tile.stages, [tile.warps] * tile.stages) * 2,
+            *([feeders] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
                 [fetchers] * CONSUMERS,
                 [tile.warps // CONSUMERS] * CONSUMERS,
@@ -99,11 +100,6 @@ class HopperShared:
         pipes = (self.keys.full, self.keys.empty, self.values.full, self.values.empty)
         for group in (*pipes, self.queries, self.outputs, self.landing, self.known):
             group.initialise()
-
-
-def comes_in_boxes(spec: AttentionSpec) -> bool:
-    """Whether the fused rows of a slot are whole tokens, and can be copied as boxes."""
-    return WARPGROUP_ROWS % spec.group_size == 0
 
 
 def tile_index(rows: int, row: Any, column: Any) -> Any:

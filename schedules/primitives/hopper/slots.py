@@ -15,18 +15,26 @@ from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.gather import offset
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
+from tvm_attn.schedules.primitives.hopper.feeding import feed_blocks, feed_last_block
 from tvm_attn.schedules.primitives.hopper.items import known_parity
-from tvm_attn.schedules.primitives.hopper.shared import comes_in_boxes, tile_index
+from tvm_attn.schedules.primitives.hopper.shared import tile_index
 from tvm_attn.schedules.primitives.hopper.tensor_maps import (
     TensorMap,
     close_stores,
     encode,
+    is_elected,
     wait_for_stores,
 )
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.primitives.staging import copy_chunk
 from tvm_attn.schedules.primitives.task import Task
-from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, ELEMENT_BYTES, WARPGROUP_ROWS, padded
+from tvm_attn.schedules.tiles_sm90 import (
+    COLUMN_GROUP,
+    ELEMENT_BYTES,
+    WARPGROUP_ROWS,
+    comes_in_boxes,
+    padded,
+)
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
@@ -58,8 +66,8 @@ def row_offsets(tensor: Any, task: Task, place: Expr) -> Any:
 
 
 def at_once(chunks: int) -> int:
-    """Chunks that a lane has under way, of a row of so many."""
-    return 4 if chunks % 4 == 0 else 2
+    """Chunks that a lane has under way, of a row of so many: registers are few."""
+    return 4 if chunks in (8, 16, 32) else 2
 
 
 @T.inline
@@ -141,7 +149,7 @@ def begin_queries(cta, given, maps, index, t):
     """Begin to copy the queries of item `t`; their barrier waits for them."""
     if comes_in_boxes(cta.spec):
         task = T.meta_var(Task.of(cta, given.batch, t))
-        if cta.lane.index == 0:
+        if is_elected():
             columns = T.meta_var(padded(cta.spec.head_dim_qk))
             barriers = T.meta_var(cta.shared.queries)
             barriers.expect(WARPGROUP_ROWS * columns * ELEMENT_BYTES, index)
@@ -162,7 +170,7 @@ def finish_outputs(cta, given, maps, index, t):
     task = T.meta_var(Task.of(cta, given.batch, t))
     if comes_in_boxes(cta.spec):
         if task.row_end - task.row0 >= (index + 1) * WARPGROUP_ROWS:
-            if cta.lane.index == 0:
+            if is_elected():
                 for group in T.unroll(padded(cta.spec.dim_vo) // COLUMN_GROUP):
                     column = T.meta_var(group * COLUMN_GROUP)
                     source = T.meta_var(slot_pointer(cta.shared, index, 0, column))
@@ -177,13 +185,18 @@ def finish_outputs(cta, given, maps, index, t):
 
 
 @T.inline
-def serve_slot(cta, given, maps, index, t0, end):
-    """Serve a slot through all items."""
+def serve_slot(cta, given, maps, index, t0, end, feed):
+    """Serve a slot through all items; feed blocks between, if that is the warp's task as well.
+
+    Outputs of an item come after the first block of the next one was attended to, so that is fed
+    before they are waited for.
+    """
     shared = T.meta_var(cta.shared)
     parity: T.int32 = 0
     t: T.int32 = t0
     shared.known.wait(0, t % cta.tile.tasks)
     begin_queries(cta, given, maps, index, t)
+    feed_last_block(feed, given.batch, t)
     if cta.tile.holds_queries:
         shared.outputs.wait(parity, index)
         parity = T.bitwise_xor(parity, 1)
@@ -195,14 +208,20 @@ def serve_slot(cta, given, maps, index, t0, end):
                 begin_queries(cta, given, maps, index, t + 1)
             else:
                 free_slot(cta, index)
+            feed_blocks(feed, given.batch, t, 1)
+            if t + 1 < end:
+                feed_last_block(feed, given.batch, t + 1)
             shared.outputs.wait(parity, index)
             task = T.meta_var(Task.of(cta, given.batch, t))
             if stores_through_slot(cta):
                 if task.slot == NO_SLOT:
                     finish_outputs(cta, given, maps, index, t)
             T.cuda.warp_sync()
-        elif t + 1 < end:
-            shared.outputs.wait(parity, index)
-            begin_queries(cta, given, maps, index, t + 1)
+        else:
+            feed_blocks(feed, given.batch, t, 1)
+            if t + 1 < end:
+                shared.outputs.wait(parity, index)
+                begin_queries(cta, given, maps, index, t + 1)
+                feed_last_block(feed, given.batch, t + 1)
         parity = T.bitwise_xor(parity, 1)
         t = t + 1

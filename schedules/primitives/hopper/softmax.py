@@ -35,7 +35,6 @@ from tvm_attn.schedules.primitives.hopper.wgmma import hold
 from tvm_attn.schedules.primitives.scores import SLACK
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
-from tvm_attn.variant import Expr
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
@@ -44,11 +43,6 @@ LEAST_INT = -(2**31)
 def bits_of(value: float) -> int:
     """Return a float32's bits as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def reference(cta: Cta, i: Expr) -> Expr:
-    """Return what the scores of a row are relative to."""
-    return cta.hooks.accumulation.reference(cta.registers.peak[i])
 
 
 @T.inline
@@ -82,28 +76,19 @@ def open_rows(cta, group, factor):
         r.total[i] = f32(0.0)
     note_empty_rows(cta, group)
     for i in T.unroll(HALVES):
-        r.top[i] = reference(cta, i)
+        r.reference[i] = cta.hooks.accumulation.reference(r.peak[i])
         for n in T.unroll(cta.key_tiles):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, n, i, e))
-                r.score[at] = r.score[at] * factor - r.top[i]
-
-
-@T.inline
-def find_references(cta):
-    """Find what the scores of each row are relative to."""
-    r = T.meta_var(cta.registers)
-    for i in T.unroll(HALVES):
-        r.top[i] = reference(cta, i)
+                r.score[at] = r.score[at] * factor - r.reference[i]
 
 
 def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int, end: int) -> None:
     """Take scores relative to the reference, and note whether any has outgrown it.
 
-    ``scored(begin, end)`` leaves scores of column tiles minus ``top``.
+    ``scored(begin, end)`` leaves scores of column tiles minus the references.
     """
     r = cta.registers
-    find_references(cta)
     for i in range(HALVES):
         T.buffer_store(r.bits, T.int32(LEAST_INT), [i])
     for first in range(begin, end, 2):
@@ -142,7 +127,8 @@ def move_references(cta, group, begin, end):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
                 r.score[at] = r.score[at] - by
-        r.peak[i] = T.Select(moves, reference(cta, i) + by, r.peak[i])
+        r.reference[i] = r.reference[i] + by
+        r.peak[i] = T.Select(moves, r.reference[i], r.peak[i])
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 

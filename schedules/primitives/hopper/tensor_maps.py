@@ -16,6 +16,13 @@ from tvm.script import tirx as T
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
+_ELECTED = """
+__device__ __forceinline__ int is_elected() {
+  int is;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.s32 %0, 1, 0, p; }" : "=r"(is));
+  return is;
+}
+"""
 SWIZZLE_128B, PROMOTE_128B = 3, 2
 """Of `cuTensorMapEncodeTiled`: the swizzle, and how much of a line the L2 cache fetches."""
 
@@ -46,6 +53,16 @@ class TensorMap:
         """Begin to copy a box from shared memory, in a group of this thread's."""
         name = f"cp.async.bulk.tensor.{self.rank}d.global.shared::cta.bulk_group"
         return T.ptx[name](T.address_of(self.handle), *coordinates, source)
+
+
+def is_elected() -> Expr:
+    """Whether this is the one lane of its warp that begins copies.
+
+    It is always the same one, and the compiler knows that it is one: copies by a lane of a given
+    number would be in a loop each over the lanes that might be.
+    """
+    name = "is_elected"
+    return T.cuda.func_call(name, source_code=_ELECTED, return_type="int32") != 0
 
 
 def close_stores() -> Expr:

@@ -28,9 +28,9 @@ class WarpgroupRegisters:
 
     ``score`` are products, then scores relative to the reference, then weights; ``weight`` the same
     weights, packed as a left operand; ``query`` the queries as one. ``out`` is what accumulates.
-    ``peak`` is what scores are relative to, -inf in an empty row; ``total, top, scale`` belong to
-    the softmax. ``best, closing`` and ``last`` are the LSE, the total and the peak of rows that are
-    being closed, while those of the next item are open.
+    Scores are relative to ``reference``: ``peak``, but 0 where that is -inf, in an empty row.
+    ``total, top, scale`` belong to the softmax. ``best, closing`` and ``last`` are the LSE, the
+    total and the peak of rows that are being closed, while those of the next item are open.
     """
 
     score: Any
@@ -39,6 +39,7 @@ class WarpgroupRegisters:
     out: Any
     right: Any
     peak: Any
+    reference: Any
     total: Any
     top: Any
     bits: Any
@@ -51,7 +52,7 @@ class WarpgroupRegisters:
     def allocate(tile: HopperTile, spec: AttentionSpec) -> WarpgroupRegisters:
         """Allocate the registers of a lane."""
         scores, outs = (n // COLUMNS * ACCUMULATORS for n in (tile.block, spec.dim_vo))
-        rows = ("peak", "total", "top", "scale", "best", "closing", "last")
+        rows = ("peak", "reference", "total", "top", "scale", "best", "closing", "last")
         return WarpgroupRegisters(
             score=T.alloc_local((scores,), "float32"),
             weight=T.alloc_local((scores // 2,), "uint32"),
@@ -122,8 +123,9 @@ class Warpgroup:
         Stages of keys and values that come next.
     flags : Flags
         What its warps agree on, each for itself.
-    place : Buffer
-        An int32 register: the first key of the block whose scores are at hand.
+    place, left : Buffer
+        int32 registers: the first key of the block whose scores are at hand, and how many blocks of
+        the item come after it.
     """
 
     index: Expr
@@ -134,6 +136,7 @@ class Warpgroup:
     v_at: Cursor
     flags: Flags
     place: Any
+    left: Any
 
     @staticmethod
     def begin(index: Expr, tile: HopperTile, shared: HopperShared) -> Warpgroup:
@@ -146,6 +149,7 @@ class Warpgroup:
             Cursor.begin(shared.keys, fills=False),
             Cursor.begin(shared.values, fills=False),
             Flags.allocate(),
+            T.alloc_local((1,), "int32"),
             T.alloc_local((1,), "int32"),
         )
 
