@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
 from tvm_attn.runtime.device import CPU, on_device
+from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
+from tvm_attn.runtime.params import NO_LENGTHS, plan_values
 from tvm_attn.runtime.placement import Launch, Placement, is_capturing
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.staging import Copies
 from tvm_attn.runtime.workspace import family_counts, partial_states
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, Param
 
 
 class CudaMachine:
@@ -42,6 +47,10 @@ class CudaMachine:
         What to plan for where there is no GPU.
     library : Library
         Launches the kernels.
+    planner : Library, optional
+        Launches the device's planner.
+    rows : int
+        Units, and pieces of them, that it has room for.
     """
 
     def __init__(
@@ -52,7 +61,11 @@ class CudaMachine:
         target: str,
         multiprocessors: int,
         library: Library,
+        planner: Library | None = None,
+        rows: int = 0,
     ):
+        self._planner = planner
+        self._rows = rows
         self._spec = spec
         self._families = families
         self._given_ctas = num_ctas
@@ -98,7 +111,7 @@ class CudaMachine:
         if is_capturing(device):
             raise PlanError(
                 "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
-                "capture"
+                "capture, or with limits and arrays that are on the GPU"
             )
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if memory is not None:
@@ -132,6 +145,38 @@ class CudaMachine:
             stream,
             (copies.block, *(state for states in partials for state in states)),
         )
+
+    def plan_there(
+        self,
+        memory: FixedMemory,
+        bsr: BSR,
+        params: Sequence[Param],
+        given: Mapping[str, Any],
+        owner: object,
+    ) -> Plan:
+        """Launch the device's planner, which a CUDA graph can capture."""
+        if self._planner is None:
+            raise ArtifactError(
+                "this kernel was exported without a planner for GPUs; build it anew"
+            )
+        if reason := refuses(memory.counts, params, self._rows):
+            raise PlanError(f"the batch is on a GPU and cannot be planned there: {reason}")
+        if memory.device_planner is None:
+            if is_capturing(memory.device):
+                raise PlanError("plan once with these limits before planning is captured")
+            memory.device_planner = DevicePlanner(
+                self._spec, memory, partial(self._planner.launch, "plan_on_device")
+            )
+        sizes = {"num_qo_heads": self._spec.num_qo_heads, "num_kv_heads": self._spec.num_kv_heads}
+        made = plan_values(params, {**bsr.index_params, **given}, NO_LENGTHS, sizes)
+        memory.check_params(made)
+        memory.device_planner.plan(bsr, [value for values in made.values() for value in values])
+        plan = DevicePlan(owner, bsr, made, memory)
+        device = memory.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        given_there = (memory.ones, stream, memory.memory, memory)
+        plan.placement = Placement(device, memory.launches, made, *given_there)
+        return plan
 
     def ready(self, plan: Plan) -> Guard:
         """Load the kernels, and have the plan's arrays on the current stream of its device."""

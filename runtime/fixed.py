@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,13 +18,25 @@ from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.placement import Launch
 from tvm_attn.runtime.plan import Family, Plan, WorkList
 from tvm_attn.runtime.staging import Room
-from tvm_attn.runtime.workspace import Counts, PlanLimits, batch_sizes, partial_states, work_sizes
+from tvm_attn.runtime.workspace import (
+    BATCH,
+    Counts,
+    PlanLimits,
+    batch_sizes,
+    partial_states,
+    scratch_sizes,
+    work_sizes,
+)
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.worklist import MERGE_WORDS
+from tvm_attn.worklist import HEADER_WORDS, MERGE_WORDS
 
-BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
+if TYPE_CHECKING:
+    from tvm_attn.runtime.device_plan import DevicePlanner
+
 LAST = "kv_indices"
 """The array that is copied last, since a batch may use little of it."""
+WORDS = 2
+"""Words that the CTAs of a device's planner share."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,17 @@ class FixedMemory:
     ----------
     families : tuple of Family
         Those of `counts`.
+    counts : dict of Family to Counts
+        As given.
+    room : Room
+        Where the arrays are; behind those that are copied, what planning on a device takes.
     ones : torch.Tensor
         float32 ``[num_kv_heads]``.
+    device_planner : DevicePlanner, optional
+        Plans here, once a batch on the device has been planned.
     """
+
+    device_planner: DevicePlanner | None = None
 
     def __init__(
         self,
@@ -82,7 +102,7 @@ class FixedMemory:
         self.device = device
         self.ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device)
         self.families = tuple(counts)
-        self._counts = counts
+        self.counts = counts
         self._params: dict[str, list[Any]] | None = None
         shapes: dict[Any, tuple[int, ...]] = {
             (family, name): shape
@@ -92,7 +112,11 @@ class FixedMemory:
         batch = batch_sizes(spec, terms.limits)
         shapes.update({name: batch[name] for name in BATCH if name != LAST})
         shapes[LAST] = batch[LAST]
-        self._room = Room(device, shapes)
+        shapes.update({"header": (HEADER_WORDS,), "words": (WORDS,)})
+        for family, of_family in counts.items():
+            for name, shape in scratch_sizes(of_family).items():
+                shapes[family, name] = shape
+        self.room = Room(device, shapes)
         self._partials = {
             family: partial_states(spec, family, of_family.slots, workspace, device)
             for family, of_family in counts.items()
@@ -102,12 +126,12 @@ class FixedMemory:
     def memory(self) -> tuple[torch.Tensor, ...]:
         """What the plan owns."""
         states = [state for pair in self._partials.values() for state in pair]
-        return (self._room.block, self.ones, *states)
+        return (self.room.block, self.ones, *states)
 
     @property
     def launches(self) -> list[Launch]:
         """One launch of each family, which reads what is copied here."""
-        of = self._room.of
+        of = self.room.of
         batch = tuple(of(name) for name in BATCH)
         lists = ("items", "cta_indptr", "merge_items", "merge_indptr")
         return [
@@ -116,7 +140,7 @@ class FixedMemory:
                 (*(of((family, name)) for name in lists), *batch),
                 (*self._partials[family], of((family, "arrivals")), *family.arguments),
             )
-            for family in self._counts
+            for family in self.counts
         ]
 
     def fill(self, plan: Plan) -> None:
@@ -127,15 +151,15 @@ class FixedMemory:
         PlanError
             If it has parameters that a captured kernel would not see.
         """
-        self._check_params(plan.params)
+        self.check_params(plan.params)
         arrays: dict[Any, Ints] = dict(zip(BATCH, plan.batch, strict=True))
         work = {each.family: each for each in plan.work}
-        for family, of_family in self._counts.items():
+        for family, of_family in self.counts.items():
             for name, array in _work_arrays(work.get(family), of_family).items():
                 arrays[family, name] = array
-        self._room.fill(arrays)
+        self.room.fill(arrays)
 
-    def _check_params(self, params: dict[str, list[Any]]) -> None:
+    def check_params(self, params: dict[str, list[Any]]) -> None:
         """Raise `PlanError` if a kernel that was captured would not see a plan's parameters."""
         for name, values in params.items():
             if any(isinstance(value, torch.Tensor) for value in values):

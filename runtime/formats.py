@@ -28,7 +28,7 @@ def batch_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR:
     Raises
     ------
     PlanError, SpecError, ShapeError, DTypeError
-        If they are no batch of the kernel's, or not on the host.
+        If they are no batch of the kernel's.
     """
     qo_indptr, kv_indptr = given["qo_indptr"], given["kv_indptr"]
     offsets = {"q_pos_offset": given["q_pos_offset"], "kv_pos_offset": given["kv_pos_offset"]}
@@ -46,11 +46,26 @@ def batch_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR:
             f"the format has page_size={bsr.page_size}, the kernel's spec {spec.page_size}; build "
             "with the format's"
         )
+    return bsr
+
+
+def check_on_host(bsr: BSR) -> None:
+    """Raise `ShapeError` unless a batch is on the host."""
     if not bsr.qo_indptr.is_cpu:
         raise ShapeError(
             f"qo_indptr is on {bsr.qo_indptr.device}; plan on the host: pass qo_indptr.cpu()"
         )
-    return bsr
+
+
+def one_gpu(given: Mapping[str, Any]) -> torch.device | None:
+    """Return the GPU that all arrays of a batch are on, None if some are elsewhere."""
+    found = set()
+    for value in given.values():
+        value = value.qo_indptr if isinstance(value, BSR) else value
+        if value is not None:
+            found.add(value.device if isinstance(value, torch.Tensor) else None)
+    device = found.pop() if len(found) == 1 else None
+    return device if device is not None and device.type == "cuda" else None
 
 
 def to_host(given: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device | None]:

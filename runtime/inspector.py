@@ -12,19 +12,23 @@ from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
 from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
 from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
-from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, Header, Status
+from tvm_attn.worklist import (
+    ALONE,
+    HEADER_WORDS,
+    ITEM_WORDS,
+    MERGE_TOKENS,
+    MERGE_WORDS,
+    Header,
+    Status,
+)
 
 Params = dict[str, list[Any]]
 NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
 UNCUT = 2**29
 """A fixed split that no request is longer than."""
-ALONE = 72
-"""CTAs that it takes to have all of the memory's speed, more or less."""
 CROWD = 2
 """Units for each cluster that are still few, where some are cut."""
-MERGE_TOKENS = 2**14
-"""Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
 
 class Inspector:

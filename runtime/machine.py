@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from tvm_attn.bsr import BSR
+from tvm_attn.errors import PlanError
 from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.fixed import FixedMemory, Terms
 from tvm_attn.runtime.host import check_process
@@ -15,7 +17,7 @@ from tvm_attn.runtime.library import num_threads
 from tvm_attn.runtime.placement import Launch, Placement
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import partial_states
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, Param
 
 Guard = AbstractContextManager[Any] | None
 
@@ -47,6 +49,22 @@ class Machine(Protocol):
         ------
         WorkspaceError, ShapeError, DTypeError
             If `workspace` does not serve.
+        """
+
+    def plan_there(
+        self,
+        memory: FixedMemory,
+        bsr: BSR,
+        params: Sequence[Param],
+        given: Mapping[str, Any],
+        owner: object,
+    ) -> Plan:
+        """Plan a batch on the device of the memory, queued on its current stream.
+
+        Raises
+        ------
+        PlanError, ArtifactError
+            If it cannot be planned there; the message says why.
         """
 
     def ready(self, plan: Plan) -> Guard:
@@ -107,6 +125,17 @@ class CpuMachine:
             partials = partial_states(self._spec, work.family, work.num_slots, workspace, CPU)
             launches.append(Launch(work.family.name, (*work.arrays, *plan.batch), partials))
         return Placement(CPU, launches, plan.params, self._ones)
+
+    def plan_there(
+        self,
+        memory: FixedMemory,
+        bsr: BSR,
+        params: Sequence[Param],
+        given: Mapping[str, Any],
+        owner: object,
+    ) -> Plan:
+        """Not for a CPU: it has no memory that stays."""
+        raise PlanError("a kernel for the CPU plans on the host")
 
     def ready(self, plan: Plan) -> Guard:
         """Check that the thread pool is in this process."""

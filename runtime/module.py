@@ -74,7 +74,9 @@ class AttentionModule:
         self._machine: Machine
         if on_gpu:
             code, usual = libraries["attention"], meta.get("multiprocessors", MULTIPROCESSORS)
-            self._machine = CudaMachine(spec, self.families, num_ctas, self.target, usual, code)
+            planner = (libraries.get("device_planner"), meta.get("device_rows", 0))
+            given = (num_ctas, self.target, usual, code, *planner)
+            self._machine = CudaMachine(spec, self.families, *given)
         else:
             self._machine = CpuMachine(spec, self.families, num_ctas)
         inspector = Inspector(
@@ -107,10 +109,17 @@ class AttentionModule:
     ) -> Plan:
         """Plan a batch: check its index arrays, cut its work, deal it to the machine.
 
-        Planning happens on the host. A kernel for a GPU has the plan copied there on the current
-        stream, without waiting for anything; what is given on a GPU is copied to the host first,
-        which waits for that GPU. The plan is for the GPU that arrays are given on, else that of
-        `workspace`, else of `out`, else for the current one.
+        Arrays on the host are planned there. A kernel for a GPU has the plan copied there on the
+        current stream, without waiting for anything. The plan is for the GPU that arrays are given
+        on, else that of `workspace`, else of `out`, else for the current one.
+
+        A plan with `limits` whose arrays are all on a GPU is made there, in one launch that a CUDA
+        graph can capture with the runs that follow: the same plan, but that `run` then takes
+        queries of ``max_qo_tokens`` rows. What is wrong with the arrays is raised by `Plan.check`,
+        and until then every row is an empty state. Plan once before a capture. Not planned there,
+        but refused: plan-time arrays such as a custom mask, and limits that need the kernel for
+        requests of many query tokens, unless `max_qo_len` says that it does not. Without `limits`,
+        arrays on a GPU are copied to the host, which waits for that GPU.
 
         Parameters
         ----------

@@ -138,7 +138,8 @@ class Plan:
     On a GPU it is used on one stream at a time: a run on another stream than the one before (at
     first, the current stream of planning) waits for what is queued there. Replanning needs no wait:
     what queued runs still read is kept until they are done. A CUDA graph reads the arrays that the
-    plan had when it was captured: keep the plan, and do not replan it, as long as the graph lives.
+    plan had when it was captured: keep the plan, and unless it has limits do not replan it, as long
+    as the graph lives.
 
     Attributes
     ----------
@@ -195,6 +196,7 @@ class Plan:
     def replace_by(self, other: Plan) -> None:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        self.__class__, other.__class__ = other.__class__, self.__class__
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tvm_attn.bsr import BSR
-from tvm_attn.errors import DTypeError, PlanError
+from tvm_attn.errors import DTypeError, LimitError, PlanError
 from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.fixed import FixedMemory, Terms
-from tvm_attn.runtime.formats import batch_format, to_host
+from tvm_attn.runtime.formats import batch_format, check_on_host, one_gpu, to_host
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.machine import Machine
 from tvm_attn.runtime.params import UNBOUNDED, plan_values
@@ -75,16 +75,19 @@ class Planner:
         """
         device = CPU
         if self._on_gpu:
+            wanted = one_gpu(arrays) if limits is not None or _is_fixed(out) else None
+            if wanted is not None:
+                options = (limits, out, workspace, fixed_split_size, max_qo_len)
+                return self._plan_there(owner, arrays, params, wanted, *options)
             arrays, params, wanted = _from_gpu(arrays, params)
             device = self._machine.plan_device(wanted or _gpu_of(workspace) or _gpu_of(out))
         bsr = batch_format(self._spec, arrays)
+        check_on_host(bsr)
+        terms = terms_of(limits, fixed_split_size, max_qo_len)
         split = positive("fixed_split_size", fixed_split_size)
         longest = positive("max_qo_len", max_qo_len)
-        terms = None
-        if limits is not None:
-            expect("limits", limits, PlanLimits)
-            limits.check(bsr)
-            terms = Terms(limits, split, longest)
+        if terms is not None:
+            terms.limits.check(bsr)
         memory = self._memory(terms, split, device, out, workspace)
         if memory is not None:
             memory.terms.limits.check(bsr)
@@ -96,6 +99,39 @@ class Planner:
         if out is None:
             return plan
         out.replace_by(plan)
+        return out
+
+    def _plan_there(
+        self,
+        owner: object,
+        arrays: Arguments,
+        params: Arguments,
+        device: torch.device,
+        limits: PlanLimits | None,
+        out: Plan | None,
+        workspace: torch.Tensor | None,
+        fixed_split_size: int | None,
+        max_qo_len: int | None,
+    ) -> Plan:
+        """Plan a batch whose arrays are on a GPU there, without waiting for anything."""
+        bsr = batch_format(self._spec, arrays)
+        terms = terms_of(limits, fixed_split_size, max_qo_len)
+        memory = self._memory(
+            terms, positive("fixed_split_size", fixed_split_size), device, out, workspace
+        )
+        if memory is None:
+            raise PlanError(f"this plan has limits on {_gpu_of(out)}, the batch is on {device}")
+        if bsr.batch_size > memory.terms.limits.max_batch:
+            raise LimitError(memory.terms.limits.excess("max_batch", bsr.batch_size))
+        if max_qo_len is not None and max_qo_len != memory.terms.max_qo_len:
+            raise PlanError(
+                f"max_qo_len={max_qo_len}, but this plan has limits for "
+                f"{memory.terms.max_qo_len or None}; keep it, or make another plan"
+            )
+        made = self._machine.plan_there(memory, bsr, self._params, params, owner)
+        if out is None:
+            return made
+        out.replace_by(made)
         return out
 
     def _inspect(
@@ -144,6 +180,17 @@ class Planner:
         return counts
 
 
+def terms_of(
+    limits: PlanLimits | None, fixed_split_size: int | None, max_qo_len: int | None
+) -> Terms | None:
+    """Return the terms of a plan with limits."""
+    if limits is None:
+        return None
+    expect("limits", limits, PlanLimits)
+    split = positive("fixed_split_size", fixed_split_size)
+    return Terms(limits, split, positive("max_qo_len", max_qo_len))
+
+
 def positive(name: str, value: int | None) -> int:
     """Return an optional count, 0 for None."""
     if value is None:
@@ -165,6 +212,11 @@ def _from_gpu(
     """Return arguments on the host, and the GPU that any of them were on."""
     moved, device = to_host({**arrays, **params})
     return {n: moved[n] for n in arrays}, {n: moved[n] for n in params}, device
+
+
+def _is_fixed(out: Plan | None) -> bool:
+    """Whether a plan has limits."""
+    return out is not None and out.placement.fixed is not None
 
 
 def _gpu_of(value: object) -> torch.device | None:

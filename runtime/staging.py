@@ -90,7 +90,7 @@ class Room:
     def __init__(self, device: torch.device, shapes: Mapping[Any, tuple[int, ...]]):
         sizes = (-(-math.prod(shape) // WORDS) * WORDS for shape in shapes.values())
         *begins, size = accumulate(sizes, initial=0)
-        self._begins = dict(zip(shapes, begins, strict=True))
+        self._begins: dict[Any, int] = dict(zip(shapes, begins, strict=True))
         self.block = torch.zeros(max(size, 1), dtype=torch.int32, device=device)
         self._views = {
             name: self.block[begin : begin + math.prod(shapes[name])].view(shapes[name])
@@ -100,6 +100,10 @@ class Room:
     def of(self, name: Any) -> torch.Tensor:
         """Return an array, in its largest shape."""
         return self._views[name]
+
+    def begin(self, name: Any) -> int:
+        """Return the word at which an array begins."""
+        return self._begins[name]
 
     def fill(self, arrays: Mapping[Any, Ints]) -> None:
         """Copy arrays here, on the current stream; they may change once this has returned."""

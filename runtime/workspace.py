@@ -31,15 +31,21 @@ class PlanLimits:
         Query tokens of the batch.
     max_kv_tokens : int
         KV tokens of the batch, counting whole pages.
+    num_pages : int, optional
+        Pages of the cache. A device that plans checks page ids for it; without it, it only checks
+        that they are not negative.
     """
 
     max_batch: int
     max_qo_tokens: int
     max_kv_tokens: int
+    num_pages: int | None = None
 
     def __post_init__(self) -> None:
         """Validate."""
         for name, value in vars(self).items():
+            if name == "num_pages" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise SpecError(f"{name}={value!r} must be an integer of at least 0")
 
@@ -55,10 +61,14 @@ class PlanLimits:
             ("max_kv_tokens", int(bsr.kv_indptr[-1]) * page_size, self.max_kv_tokens),
         ):
             if given > limit:
-                raise LimitError(
-                    f"the batch needs {name}={given}, its plan was limited to {limit}; "
-                    "plan with larger limits"
-                )
+                raise LimitError(self.excess(name, given))
+
+    def excess(self, name: str, given: int) -> str:
+        """Say that a batch needs more of something."""
+        return (
+            f"the batch needs {name}={given}, its plan was limited to {getattr(self, name)}; plan "
+            "with larger limits"
+        )
 
 
 def workspace_size(
@@ -84,12 +94,14 @@ def workspace_size(
 
 
 class Counts(NamedTuple):
-    """Bounds of a family's work list."""
+    """Bounds of a family's work list, and of the units that it is cut from and their pieces."""
 
     num_ctas: int
     items: int
     slots: int
     merges: int
+    units: int
+    rows: int
 
 
 def family_counts(
@@ -111,8 +123,21 @@ def family_counts(
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
         counts = (units, spec.num_kv_heads, ctas, pieces)
         bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
-        found[family] = Counts(ctas, *bounds)
+        found[family] = Counts(ctas, *bounds, units, max(units + ctas, pieces))
     return found
+
+
+BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
+"""Arrays of a batch, in the order in which kernels take them."""
+
+
+def scratch_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what planning a family's work on a device takes besides, int32."""
+    return {
+        "header": (HEADER_WORDS,),
+        "unit_rows": (counts.units, ITEM_WORDS),
+        "piece_rows": (counts.rows, ITEM_WORDS),
+    }
 
 
 def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,18 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
         ),
     }
     return compile_functions("planner", functions, portable_host())
+
+
+def generate_device_planner(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> Artifact:
+    """Compile the planner for a GPU."""
+    from tvm_attn.schedules.device_planner import device_planner, rows_of
+
+    assert target.arch is not None
+    rows = rows_of(target.arch)
+    bounds = (hooks.key_positions, hooks.parameters(at="plan"))
+    functions = {"plan_on_device": device_planner(spec.is_paged, rows, *bounds)}
+    made = compile_functions("device_planner", functions, target, dialect="tirx")
+    return replace(made, meta={**made.meta, "rows": rows})
 
 
 def generate_kernel(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tvm_attn._generation import (
     compile_functions,
     explain_choice,
     explain_tiles,
+    generate_device_planner,
     generate_kernel,
     generate_planner,
     query_tiles,
@@ -87,7 +90,7 @@ def build(
     built_for = parse_target(target)
     backend = _backend(built_for, schedule)
     _check_dtypes(spec, built_for)
-    from tvm_attn.tir.fingerprint import fingerprint, range_fingerprint
+    from tvm_attn.tir.fingerprint import fingerprint
     from tvm_attn.tir.hooks import Hooks
 
     hooks = Hooks(variant or AttentionVariant())
@@ -105,33 +108,49 @@ def build(
             built_for,
             lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
         )
-        planner_part = _Part(
-            "planner",
-            {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)},
-            portable_host(),
-            lambda _: generate_planner(spec, hooks),
-        )
-        with _built_meanwhile(planner_part, unless=kernel_part.is_there()):
+        others = _planners(spec, hooks, built_for)
+        with ExitStack() as stack:
+            for part in others.values():
+                stack.enter_context(_built_meanwhile(part, unless=kernel_part.is_there()))
             try:
                 kernel, attention = kernel_part.obtain()
             except CompileError as error:
                 raise CompileError(f"variant {str(hooks.variant)!r}: {error}") from error
-        host, planner = planner_part.obtain()
+        made = {name: part.obtain() for name, part in others.items()}
     _dump(kernel_part.key, kernel)
     artifact = Artifact(
         {
             **kernel.meta,
             "backend": kernel.meta["families"][-1]["schedule"],
             "why": explain_choice(spec, hooks.variant, built_for, schedule),
+            "device_rows": max(part.meta.get("rows", 0) for part, _ in made.values()),
             "spec": asdict(spec),
             "variant": str(hooks.variant),
             "params": [asdict(param) for param in hooks.variant.params],
         },
-        {**kernel.libraries, **host.libraries},
+        reduce(or_, (part.libraries for part, _ in made.values()), dict(kernel.libraries)),
         kernel.texts,
-        kernel.devices,
+        reduce(or_, (part.devices for part, _ in made.values()), dict(kernel.devices)),
     )
-    return AttentionModule(artifact, {"attention": attention, "planner": planner})
+    libraries = {name: library for name, (_, library) in made.items()}
+    return AttentionModule(artifact, {"attention": attention, **libraries})
+
+
+def _planners(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> dict[str, _Part]:
+    """Return the planner of the host, and that of a GPU if that is the target."""
+    from tvm_attn.tir.fingerprint import range_fingerprint
+
+    content = {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)}
+    host = _Part("planner", content, portable_host(), lambda _: generate_planner(spec, hooks))
+    if target.arch is None:
+        return {"planner": host}
+    device = _Part(
+        "device_planner",
+        {**content, "planner": "device", "target": target.key()},
+        target,
+        lambda _: generate_device_planner(spec, hooks, target),
+    )
+    return {"planner": host, "device_planner": device}
 
 
 def tile_tables(

@@ -33,10 +33,12 @@ SEEN_BITS = 16
 """Bits of each half of `Item.SEEN`."""
 MAX_SEEN = 2**15 - 1
 """Granules that it can tell of; keys after those are masked one by one."""
-
-
 READ_BEYOND = 32
 """Bytes after a bitmap's last that may be read, as it is read by words, a block of keys at once."""
+ALONE = 72
+"""CTAs that it takes to have all of a GPU's memory's speed, more or less."""
+MERGE_TOKENS = 2**14
+"""Tokens of a head that are read, at the memory's speed, while parts are merged."""
 
 
 class Item(IntEnum):
@@ -97,3 +99,58 @@ class Status(IntEnum):
     ITEMS_FULL = 7  # more items than the buffer holds (sized from `limits`)
     SLOTS_FULL = 8
     MERGES_FULL = 9
+    QO_LIMIT = 10  # of a plan on a device: qo_indptr[-1] is more than `max_qo_tokens`
+    KV_LIMIT = 11  # kv_indptr[-1] is more than the pages of `max_kv_tokens`
+    QO_LEN = 12  # a request has more queries than `max_qo_len`; WHERE = request
+    NO_PAGE = 13  # a page id that the cache does not have; WHERE = position
+
+
+class Place(IntEnum):
+    """Words that say where, in a plan's memory on a device, the arrays of a batch begin."""
+
+    QO_INDPTR = 0
+    KV_INDPTR = 1
+    KV_INDICES = 2
+    KV_LEN = 3
+    Q_POS_OFFSET = 4
+    KV_POS_OFFSET = 5
+    HEADER = 6
+    ARRIVALS = 7  # CTAs of a launch that are done
+    FIRST_BAD = 8  # INT32_MAX less the position of the first bad page id, 0 if there is none
+
+
+class Job(IntEnum):
+    """Words that say what a device has to plan of a family, and where in a plan's memory."""
+
+    ITEMS = 0
+    CTA_INDPTR = 1
+    MERGE_ITEMS = 2
+    MERGE_INDPTR = 3
+    HEADER = 4
+    UNIT_ROWS = 5  # scratch: rows of 8 words, units and the pieces they are cut in
+    PIECE_ROWS = 6
+    MERGES = 7  # merges there is room for
+    NUM_CTAS = 8
+    ROW_MIN = 9
+    ROW_MAX = 10
+    TILE_ROWS = 11
+    GRANULE = 12
+    OVERHEAD = 13
+    ROLE = 14  # a `Role`
+    OF_HEADS = 16  # reciprocals, two words each: of KV heads, of the granule, of the group size
+    OF_GRANULE = 18
+    OF_GROUP = 20
+
+
+class Role(IntEnum):
+    """What a family is to a device's planner."""
+
+    ALWAYS = 0
+    CLUSTERS = 1  # in clusters: for batches of few units
+    REPLACED = 2  # for those that the one in clusters is not for
+
+
+JOB_WORDS = 24
+PLACE_WORDS = 16
+DEVICE_CTAS = 640
+"""Most CTAs that a device deals to."""

@@ -1,7 +1,8 @@
 """Overlap with the kernel before: a CTA begins while that one ends, and waits before it matters.
 
 Programmatic dependent launch (sm_90 on): what the kernel before may have written or may still read
-is not touched until `wait_for_previous`. A plan's arrays, which copies brought, are neither.
+is not touched until `wait_for_previous`. A plan's arrays are neither: copies brought them, or the
+device's planner, which lets no kernel begin before it ends.
 """
 
 from __future__ import annotations

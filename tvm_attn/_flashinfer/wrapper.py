@@ -15,6 +15,7 @@ from tvm_attn._flashinfer.arguments import (
     check_layout,
     check_stride_variant,
     last_page_len,
+    on_host,
     paged_cache,
     schedule_of,
 )
@@ -108,11 +109,14 @@ class Wrapper:
         limits: PlanLimits,
         given: dict[str, Any],
     ) -> Plan:
-        """Plan into the plan held, on a GPU: that is what a graph has captured."""
+        """Plan into the plan held, on a GPU: that is what a graph has captured.
+
+        Arrays are copied to the host first, since what they are is kept in the caller's buffers.
+        """
         held = self._to_replace(kernel) if self.device.type == "cuda" else None
         with on_device(self.device):
             return kernel.plan(
-                *arrays, limits=limits, max_qo_len=self._max_qo_len, out=held, **given
+                *on_host(*arrays), limits=limits, max_qo_len=self._max_qo_len, out=held, **given
             )
 
     def _to_replace(self, kernel: AttentionModule) -> Plan | None:

@@ -109,10 +109,10 @@ def count_snake(num_units, machine, cta_indptr):
     cta_indptr[machine.num_ctas] = begin
 
 
-def put(words: Any, column: int, value: Any) -> Any:
-    """Return the words of an item with one of them replaced."""
-    here = T.Ramp(0, 1, ITEM_WORDS) == T.Broadcast(column, ITEM_WORDS)
-    return T.Select(here, T.Broadcast(value, ITEM_WORDS), words)
+def put(words: Any, column: int, value: Any, count: int = ITEM_WORDS) -> Any:
+    """Return the words of an item, or so many of them, with one of them replaced."""
+    here = T.Ramp(0, 1, count) == T.Broadcast(column, count)
+    return T.Select(here, T.Broadcast(value, count), words)
 
 
 @T.inline

@@ -7,6 +7,9 @@ store something, where they are called.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -20,6 +23,20 @@ LENGTH_LIMIT = 1 << 29
 within 2**30 of one another, and a range may be moved by 2**30 more without leaving int32."""
 
 
+_scope = ContextVar("_scope", default="global")
+"""Scope of variables: on a GPU, what is not said to be a thread's own is memory of all."""
+
+
+@contextmanager
+def variables_in(scope: str) -> Iterator[None]:
+    """Have the variables of functions that are traced meanwhile in a scope."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
 def bind(handle: Any, name: str, *row: int) -> Any:
     """Bind a parameter to int32 rows, their number free, at any address an int32 can have."""
     return T.match_buffer(handle, (tirx.Var(f"{name}_size", "int32"), *row), "int32", align=4)
@@ -27,7 +44,7 @@ def bind(handle: Any, name: str, *row: int) -> Any:
 
 def scalar(dtype: str) -> Any:
     """Allocate a variable: a stack slot, which the compiler keeps in a register."""
-    return T.alloc_buffer((1,), dtype)[0]
+    return T.alloc_buffer((1,), dtype, scope=_scope.get())[0]
 
 
 def var(value: Any) -> Any:
@@ -37,7 +54,7 @@ def var(value: Any) -> Any:
     passes substitute it again and again where they reason about conditions and indices.
     """
     value = tirx.convert(value)
-    variable = T.alloc_scalar(str(value.ty))
+    variable = T.alloc_scalar(str(value.ty), scope=_scope.get())
     T.buffer_store(variable.source, value, [0])
     return variable
 

@@ -1,0 +1,154 @@
+// What a CUDA kernel of integers needs, on an x86-64 host: its threads are fibers that take turns,
+// each up to a barrier or a shuffle, in an order that can be chosen.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+using std::max;
+using std::min;
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+#define uint unsigned int
+#define uchar unsigned char
+
+struct Dim { int x; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct ushort4 { unsigned short x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+
+static Dim threadIdx, blockIdx;
+alignas(128) static uchar shared_memory[232448];
+
+enum State { READY, AT_BARRIER, IN_WARP, DONE };
+enum Order { FORWARD, BACKWARD, SHUFFLED };
+static const int STACK = 1 << 16, WARP = 32;
+static void (*kernel)();
+static void *scheduler, *places[THREADS];
+static char *stacks[THREADS];
+static State states[THREADS];
+static int64_t slots[THREADS];
+static int current;
+
+extern "C" void switch_fiber(void **from, void *to);
+asm(R"(
+.text
+switch_fiber:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+static void wait_as(State state) {
+  int self = current;
+  states[self] = state;
+  switch_fiber(&places[self], scheduler);
+}
+
+static void live() {
+  kernel();
+  wait_as(DONE);
+}
+
+static void __syncthreads() { wait_as(AT_BARRIER); }
+static void __threadfence() {}
+static int atomicAdd(int *word, int value) { return (*word += value) - value; }
+static int atomicMax(int *word, int value) {
+  int before = *word;
+  *word = max(before, value);
+  return before;
+}
+
+template <class T> static T of_lane(T value, int lane) {
+  int self = current;
+  slots[self] = value;
+  wait_as(IN_WARP);
+  T other = slots[self / WARP * WARP + lane];
+  wait_as(IN_WARP);
+  return other;
+}
+template <class T> static T __shfl_sync(uint, T value, int lane, int) { return of_lane(value, lane); }
+template <class T> static T __shfl_xor_sync(uint, T value, int bits, int) {
+  return of_lane(value, (current % WARP) ^ bits);
+}
+template <class T> static T __shfl_up_sync(uint, T value, int lanes, int) {
+  int lane = current % WARP;
+  return of_lane(value, lane >= lanes ? lane - lanes : lane);
+}
+template <class F> static int reduce(int value, F combine) {
+  int self = current, first = self / WARP * WARP;
+  slots[self] = value;
+  wait_as(IN_WARP);
+  int total = slots[first];
+  for (int i = 1; i < WARP; i++) total = combine(total, (int)slots[first + i]);
+  wait_as(IN_WARP);
+  return total;
+}
+static int __reduce_max_sync(uint, int x) { return reduce(x, [](int a, int b) { return max(a, b); }); }
+static int __reduce_min_sync(uint, int x) { return reduce(x, [](int a, int b) { return min(a, b); }); }
+static int __reduce_add_sync(uint, int x) { return reduce(x, [](int a, int b) { return a + b; }); }
+
+static bool all_are(State state, int begin, int end) {
+  return std::all_of(states + begin, states + end, [=](State s) { return s == state; });
+}
+
+static void begin_fibers() {
+  memset(shared_memory, 0xA5, sizeof shared_memory);
+  for (int t = 0; t < THREADS; t++) {
+    if (!stacks[t]) stacks[t] = (char *)aligned_alloc(64, STACK);
+    void **top = (void **)(stacks[t] + STACK - 64);
+    memset(top - 6, 0, 48);
+    top[0] = (void *)live;
+    top[1] = nullptr;
+    places[t] = top - 6;
+    states[t] = READY;
+  }
+}
+
+// Run a CTA. Returns false if threads wait for others that never come.
+static bool run_cta(int block, Order order, std::mt19937 &random) {
+  blockIdx.x = block;
+  begin_fibers();
+  std::vector<int> turns(THREADS);
+  for (int t = 0; t < THREADS; t++) turns[t] = order == BACKWARD ? THREADS - 1 - t : t;
+  while (!all_are(DONE, 0, THREADS)) {
+    bool moved = false;
+    if (order == SHUFFLED) std::shuffle(turns.begin(), turns.end(), random);
+    for (int t : turns) {
+      if (states[t] != READY) continue;
+      threadIdx.x = current = t;
+      switch_fiber(&scheduler, places[t]);
+      moved = true;
+    }
+    if (all_are(AT_BARRIER, 0, THREADS)) {
+      std::fill(states, states + THREADS, READY);
+      continue;
+    }
+    for (int first = 0; first < THREADS; first += WARP)
+      if (all_are(IN_WARP, first, first + WARP)) {
+        std::fill(states + first, states + first + WARP, READY);
+        moved = true;
+      }
+    if (!moved) return false;
+  }
+  return true;
+}
