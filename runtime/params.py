@@ -12,6 +12,7 @@ import torch
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
 from tvm_attn.runtime.device import CPU, check_device
 from tvm_attn.spec import Param
+from tvm_attn.worklist import READ_BEYOND
 
 Lengths = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 NO_LENGTHS = (np.empty(0, np.int32), np.empty(0, np.int32))
@@ -73,9 +74,12 @@ def run_values(
 
 
 def _owned(value: Any) -> Any:
+    """Copy an array, with room after it; see `READ_BEYOND`."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+    beyond = READ_BEYOND // value.element_size()
+    room = torch.empty(value.numel() + beyond, dtype=value.dtype)
+    return room[: value.numel()].view(value.shape).copy_(value)
 
 
 def _values(

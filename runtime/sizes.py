@@ -9,7 +9,7 @@ A *unit* here is a (request, query tile) pair, before KV heads: what ``header`` 
 
 from __future__ import annotations
 
-_UNIT_WORDS = 22  # in two tables: a row, its cost, its rank, and room to sort
+_UNIT_WORDS = 24  # in two tables: a row, its cost, its rank, room to sort, what it sees
 _CTA_WORDS = 8  # load, and a boundary's place on the line, unit, head and cut
 _SORT_WORDS = 2048
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tvm_attn.runtime.buffers import Ints
+from tvm_attn.worklist import READ_BEYOND
 
 ALIGNMENT = 16
 """Arrays begin at multiples of so many bytes."""
@@ -48,8 +49,8 @@ class Copies:
         host = staged.numpy()
         for content, begin in zip(contents, begins, strict=True):
             host[begin : begin + len(content)] = content
-        self.block = torch.empty(size, dtype=torch.uint8, device=device)
-        self.block.copy_(staged, non_blocking=True)
+        self.block = torch.empty(size + READ_BEYOND, dtype=torch.uint8, device=device)
+        self.block[:size].copy_(staged, non_blocking=True)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._copies = {
             id(array): self._view(array, begin) for array, begin in zip(arrays, begins, strict=True)

@@ -46,13 +46,12 @@ from tvm_attn.schedules.primitives.hopper.rows import (
     take_queries,
     wait_for_slot,
 )
+from tvm_attn.schedules.primitives.hopper.scoring import prepare_bias, score, weigh_part
 from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
 from tvm_attn.schedules.primitives.hopper.softmax import (
-    move_references,
     open_rows,
     pack_weights,
-    relate,
     rescale,
     weigh,
 )
@@ -64,7 +63,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.scores import hide, logits, may_hide, score_factor
+from tvm_attn.schedules.primitives.scores import may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
@@ -111,19 +110,6 @@ def go_to_last_block(cta, group, task):
     group.left[0] = T.floordiv(group.kv0 - first, cta.tile.block)
 
 
-def has_rows(task: Task) -> Any:
-    """Whether an item has rows: it has, but the compiler does not know."""
-    return task.row_end > 0
-
-
-@T.inline
-def score(cta, group, task, hides):
-    """Turn products into scores, where a hook does that, and hide keys, if some may be hidden."""
-    logits(cta, task, group.kv0, has_rows(task))
-    if hides != 0:
-        hide(cta, task, group.kv0)
-
-
 @T.inline
 def begin_products(cta, group):
     """Begin queries times the next keys, and weights times the next values; wait for the former."""
@@ -137,20 +123,13 @@ def begin_products(cta, group):
 @T.inline
 def attend_block(cta, group, task, factor):
     """Attend to one more block of an item, whose rows are open."""
-    tiles, split = T.meta_var((cta.key_tiles, cta.tile.split))
     hides: T.int32 = may_hide(cta, task, group.kv0)
+    fold = T.meta_var(prepare_bias(cta, task, group.kv0))
     begin_products(cta, group)
-    score(cta, group, task, hides)
     group.flags.set("moved", T.bool(False))
-    relate(cta, group, factor, 0, split)
-    if group.flags.outgrown:
-        move_references(cta, group, 0, split)
-    weigh(cta, 0, split)
-    relate(cta, group, factor, split, tiles)
-    if group.flags.outgrown:
-        move_references(cta, group, split, tiles)
+    weigh_part(cta, group, task, factor, hides, fold)
     wait_for_pv(cta, group)
-    weigh(cta, split, tiles)
+    weigh(cta, cta.tile.split, cta.key_tiles)
     pack_weights(cta)
     if group.flags.moved:
         rescale(cta)

@@ -218,7 +218,7 @@ def check(work: Work, made: WorkList) -> None:
     assert verdict(header)[0] == Status.OK
     indptr = made.cta_indptr.tolist()
     assert indptr[0] == 0 and indptr[-1] == len(items) and indptr == sorted(indptr)
-    assert all(row[Item.RESERVED] == 0 for row in items)
+    assert all(row[Item.SEEN] == 0 for row in items)
     loads = made.loads(work)
     assert header[Header.MAX_LOAD] == min(max(loads), 2**31 - 1)
     assert long_word(header, Header.TOTAL_LOAD_LO) == sum(loads)

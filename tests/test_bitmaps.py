@@ -13,45 +13,60 @@ from tvm.script import tirx as T
 
 import tvm_attn as ta
 from tvm_attn.schedules.primitives import bitmaps
-from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
+from tvm_attn.schedules.primitives.bitmaps import keep_range, load_bits
 from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.tir.hooks import Hooks
+from tvm_attn.worklist import READ_BEYOND
 
 ROWS, BLOCK, WORDS = 4, 64, 2
 
 
 def words_of_a_lane() -> Any:
-    """Compile for this CPU what a lane does: words, indptr, tokens, (batch, kv_len, kv0, lane)."""
+    """Compile for this CPU what a lane does: words, indptr, tokens, (batch, kv_len, kv0, lane).
+
+    At the end of its arguments are the first and the last key of each row, from its first column.
+    """
 
     @T.prim_func(s_tir=True, check_well_formed=False)
     def lane_words(
-        words_h: T.handle, indptr_h: T.handle, tokens_h: T.handle, at_h: T.handle, out_h: T.handle
+        words_h: T.handle,
+        indptr_h: T.handle,
+        tokens_h: T.handle,
+        at_h: T.handle,
+        range_h: T.handle,
+        out_h: T.handle,
     ) -> None:
         words = T.match_buffer(words_h, (T.int64(),), "uint32")
         indptr = T.match_buffer(indptr_h, (T.int64(),), "int64")
         tokens = T.match_buffer(tokens_h, (ROWS,), "int32")
         at = T.match_buffer(at_h, (4,), "int32")
-        out = T.match_buffer(out_h, (2 * ROWS,), "uint32")
+        kept = T.match_buffer(range_h, (2,), "int32")
+        out = T.match_buffer(out_h, (WORDS * ROWS,), "uint32")
         with T.sblock("load"):
             T.reads()
             T.writes()
             cta = T.meta_var(_cta(words, indptr, at))
-            rows = T.meta_var(
-                SimpleNamespace(token=lambda i: tokens[i], kv_len=at[1], request=at[0])
-            )
-            bits = T.meta_var(BlockBits({"mask": out}, WORDS))
-            load_bits(cta, rows, bits, at[2])
+            _load_rows(cta, tokens, at, kept, out)
 
     return tvm.compile(tvm.IRModule({"lane_words": lane_words}), target="llvm")["lane_words"]
 
 
-def _cta(words: Any, indptr: Any, at: Any) -> Any:
-    def bitmap() -> Any:
-        size = words.shape[0] * 4
-        return SimpleNamespace(shape=(size,), ptr_to=lambda index: (words, index[0]))
+def _load_rows(cta: Any, tokens: Any, at: Any, kept: Any, out: Any) -> None:
+    keys = {"first_key": 0, "end_key": at[1]}
+    rows = SimpleNamespace(token=lambda i: tokens[i], kv_len=at[1], request=at[0], **keys)
+    for i in range(ROWS):
+        bits = load_bits(cta, rows, i, at[2])
+        keep_range(cta, bits, kept[0], kept[1])
+        [words] = bits.all
+        for w in range(WORDS):
+            T.buffer_store(out, words[w], [i * WORDS + w])
 
-    hooks = SimpleNamespace(bitmaps=lambda: {"mask": (bitmap(), indptr)})
-    return SimpleNamespace(hooks=hooks, rows=ROWS, lane=Lane(at[3]))
+
+def _cta(words: Any, indptr: Any, at: Any) -> Any:
+    bitmap = SimpleNamespace(ptr_to=lambda index: (words, index[0]))
+    hooks = SimpleNamespace(bitmaps=lambda: {"mask": (bitmap, indptr)})
+    tile = SimpleNamespace(block=BLOCK)
+    return SimpleNamespace(hooks=hooks, rows=ROWS, lane=Lane(at[3]), tile=tile)
 
 
 def _load(register: Any, pointer: tuple[Any, Any]) -> Any:
@@ -71,21 +86,26 @@ def test_bits_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = [np.packbits(m.reshape(-1), bitorder="little") for m in masks]
     indptr = np.concatenate([[0], np.cumsum([len(p) for p in packed])]).astype(np.int64)
     content = np.concatenate(packed)
-    words = np.concatenate([content, np.zeros(-len(content) % 4, np.uint8)]).view(np.uint32)
+    beyond = np.full(READ_BEYOND + -len(content) % 4, 255, np.uint8)
+    words = np.concatenate([content, beyond]).view(np.uint32)
     for request, mask in enumerate(masks):
         for kv0 in range(0, int(kv_len[request]), 17):
             lane = int(rng.integers(32))
             tokens = rng.integers(qo_len[request], size=ROWS).astype(np.int32)
             at = np.array([request, kv_len[request], kv0, lane], np.int32)
-            out = np.zeros(2 * ROWS, np.uint32)
-            function(words, indptr, tokens, at, out)
+            kept = np.sort(rng.integers(-5, BLOCK + 5, 2)).astype(np.int32)
+            out = np.zeros(WORDS * ROWS, np.uint32)
+            function(words, indptr, tokens, at, kept, out)
             rows = out.view(np.uint64)
             for i, token in enumerate(tokens):
                 for n in range(BLOCK // 8):
                     for e in range(2):
                         key = kv0 + 8 * n + 2 * (lane % 4) + e
+                        place = 8 * n + e
+                        inside = kept[0] <= place <= kept[1]
                         if key < kv_len[request]:
-                            assert (int(rows[i]) >> (8 * n + e)) & 1 == mask[token, key]
+                            shown = inside and mask[token, key]
+                            assert (int(rows[i]) >> place) & 1 == shown
 
 
 def test_hooks_read_the_values_they_are_given() -> None:

@@ -80,10 +80,13 @@ def compile_functions(
 def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
     """Compile the planner, for hosts unknown."""
     from tvm_attn.tir.planner import batch_planner, work_planner
+    from tvm_attn.tir.planner_bitmaps import Bitmaps
 
     functions = {
         "plan_batch": batch_planner(spec.is_paged),
-        "plan_work": work_planner(hooks.key_positions, hooks.parameters(at="plan")),
+        "plan_work": work_planner(
+            hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks)
+        ),
     }
     return compile_functions("planner", functions, portable_host())
 

@@ -29,6 +29,12 @@ MERGE_WORDS = 4
 HEADER_WORDS = 32
 NO_SLOT = -1
 """Slot of an uncut unit: its item writes straight to the output."""
+SEEN_BITS = 16
+"""Bits of each half of `Item.SEEN`."""
+MAX_SEEN = 2**15 - 1
+"""Granules that it can tell of; keys after those are masked one by one."""
+READ_BEYOND = 32
+"""Bytes after a bitmap's last that may be read, as it is read by words, a block of keys at once."""
 ALONE = 72
 """CTAs that it takes to have all of a GPU's memory's speed, more or less."""
 MERGE_TOKENS = 2**14
@@ -45,7 +51,7 @@ class Item(IntEnum):
     KV_BEGIN = 4  # first KV token (index within the request) of this piece
     KV_END = 5
     SLOT = 6  # partial state to write, or NO_SLOT
-    RESERVED = 7
+    SEEN = 7  # of bitmaps: the granules whose bits are all set, the first | one past the last << 16
 
 
 class Merge(IntEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from tvm import tirx
@@ -18,34 +19,36 @@ WORD = 32
 
 
 @dataclass(frozen=True)
-class BlockBits:
-    """The bits of a block: of each bitmap parameter, registers for each of a lane's rows.
+class RowBits:
+    """The bits of a row for a block: of each bitmap parameter, in registers.
 
-    Bit ``8 n + e`` of a row is that of the lane's column ``e`` in column tile ``n``.
+    Bit ``8 n + e`` is that of the lane's column ``e`` in column tile ``n``.
     """
 
     words: dict[str, Any]
-    per_row: int
 
-    @staticmethod
-    def allocate(cta: Cta) -> BlockBits:
-        """Allocate the registers, if there are bitmaps."""
-        per_row = -(-cta.tile.block // WORD)
-        size = per_row * cta.rows
-        words = {name: T.alloc_local((size,), "uint32") for name in cta.hooks.bitmaps()}
-        return BlockBits(words, per_row)
-
-    def rows(self, rows: LaneRows, i: Expr, n: Expr, e: Expr) -> LaneRows:
-        """Return rows whose hooks read the bits of row `i` and an element of column tile `n`."""
-        if not self.words:
-            return rows
+    def read_by(self, rows: LaneRows, n: Expr, e: Expr) -> LaneRows:
+        """Return rows whose hooks read the bits of an element of column tile `n`."""
         bit = n * COLUMNS + e
-        values = {}
-        for name, words in self.words.items():
-            word = words[i * self.per_row + tirx.floordiv(bit, WORD)]
-            shift = tirx.Cast("uint32", tirx.floormod(bit, WORD))
-            values[name] = tirx.bitwise_and(tirx.shift_right(word, shift), T.uint32(1)) != 0
-        return replace(rows, hooks=rows.hooks.reading(values))
+        shift = tirx.Cast("uint32", tirx.floormod(bit, WORD))
+        words = {name: row[tirx.floordiv(bit, WORD)] for name, row in self.words.items()}
+        values = {
+            name: tirx.bitwise_and(tirx.shift_right(word, shift), T.uint32(1)) != 0
+            for name, word in words.items()
+        }
+        return replace(rows, hooks=rows.hooks.reading(values)) if values else rows
+
+    def all_are_set(self, n: Expr, e: Expr) -> Expr:
+        """Whether the bits of an element of column tile `n` are set in all bitmaps."""
+        bit = n * COLUMNS + e
+        word = reduce(tirx.bitwise_and, (row[tirx.floordiv(bit, WORD)] for row in self.all))
+        mask = tirx.shift_left(T.uint32(1), tirx.Cast("uint32", tirx.floormod(bit, WORD)))
+        return tirx.bitwise_and(word, mask) != T.uint32(0)
+
+    @property
+    def all(self) -> list[Any]:
+        """The registers of every bitmap."""
+        return [*self.words.values()]
 
 
 def first_bit(rows: LaneRows, i: Expr, indptr: Any, key: Expr) -> Expr:
@@ -61,29 +64,45 @@ def window(low: Expr, high: Expr, shift: Expr) -> Expr:
     return tirx.Cast("uint32", tirx.shift_right(both, tirx.Cast("uint64", shift)))
 
 
-def load_bits(cta: Cta, rows: LaneRows, bits: BlockBits, kv0: Expr) -> None:
-    """Load the bits of the lane's rows for the block that begins with key `kv0`.
+def words_per_row(cta: Cta) -> int:
+    """Return the words of a row for a block."""
+    return -(-int(cta.tile.block) // WORD)
 
-    Bits are loaded by aligned words, of which a window may take three; words after the bitmap's
-    last are not read.
+
+def load_bits(cta: Cta, rows: LaneRows, i: int, kv0: Expr) -> RowBits:
+    """Load the bits of the lane's row `i` for the block that begins with key `kv0`.
+
+    That is for rows that have keys: else there may be no bitmap. Bits are loaded by aligned words,
+    up to `READ_BEYOND` bytes past the bitmap's last one.
     """
-    count = bits.per_row
+    count = words_per_row(cta)
     raw = T.alloc_local((count + 1,), "uint32")
-    column = tirx.Cast("uint32", cta.lane.column(0))
+    words = {name: T.alloc_local((count,), "uint32") for name in cta.hooks.bitmaps()}
     for name, (bitmap, indptr) in cta.hooks.bitmaps().items():
-        last = tirx.max(tirx.shift_right(bitmap.shape[0] - 1, T.int64(2)), T.int64(0))
-        words = bits.words[name]
-        for i in range(cta.rows):
-            first = first_bit(rows, i, indptr, kv0)
+        first = first_bit(rows, i, indptr, kv0 + cta.lane.column(0))
+        begin = tirx.shift_right(first, T.int64(5)) * WORD_BYTES
+        shift = tirx.Cast("uint32", tirx.bitwise_and(first, T.int64(WORD - 1)))
+        for w in range(count + 1):
+            T.buffer_store(raw, T.uint32(0), [w])
+        with T.If(rows.first_key < rows.end_key), T.Then():
             for w in range(count + 1):
-                at = tirx.min(tirx.shift_right(first, T.int64(5)) + w, last)
-                T.evaluate(load_word(raw[w], bitmap.ptr_to([at * WORD_BYTES])))
-            shift = tirx.Cast("uint32", tirx.bitwise_and(first, T.int64(WORD - 1)))
-            for w in range(count):
-                value = window(raw[w], raw[w + 1], shift)
-                T.buffer_store(words, value, [i * count + w])
-            for w in range(count - 1):
-                value = window(words[i * count + w], words[i * count + w + 1], column)
-                T.buffer_store(words, value, [i * count + w])
-            top = i * count + count - 1
-            T.buffer_store(words, tirx.shift_right(words[top], column), [top])
+                T.evaluate(load_word(raw[w], bitmap.ptr_to([begin + w * WORD_BYTES])))
+        for w in range(count):
+            T.buffer_store(words[name], window(raw[w], raw[w + 1], shift), [w])
+    return RowBits(words)
+
+
+def keep_range(cta: Cta, bits: RowBits, first: Expr | None, last: Expr) -> None:
+    """Clear the bits of keys that are not in a range, counted from the lane's first column."""
+    words = bits.all[0]
+    for w in range(words_per_row(cta)):
+        kept = lowest_bits(last + 1 - w * WORD)
+        if first is not None:
+            kept = tirx.bitwise_and(kept, tirx.bitwise_not(lowest_bits(first - w * WORD)))
+        T.buffer_store(words, tirx.bitwise_and(words[w], kept), [w])
+
+
+def lowest_bits(count: Expr) -> Expr:
+    """Return a word whose lowest bits are set, so many: none if it is less than 0, at most all."""
+    inside = tirx.Cast("uint64", tirx.max(tirx.min(count, T.int32(WORD)), T.int32(0)))
+    return tirx.Cast("uint32", tirx.shift_left(T.uint64(1), inside) - T.uint64(1))

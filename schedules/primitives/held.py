@@ -53,7 +53,7 @@ def derive_keys(cta, task):
     """
     if cta.lane.index == 0:
         keys = T.meta_var(task.keys())
-        seen = T.meta_var(task.seen())
+        seen = T.meta_var(task.seen(cta.tile.granule))
         task.words[task.first + Derived.FIRST_KEY] = keys[0]
         task.words[task.first + Derived.END_KEY] = T.Select(keys[0] < keys[1], keys[1], 0)
         task.words[task.first + Derived.FIRST_SEEN] = T.max(seen.first, keys[0])

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.bitmaps import BlockBits, load_bits
+from tvm_attn.schedules.primitives.bitmaps import keep_range, load_bits
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES, any_lane, over_row
 from tvm_attn.schedules.primitives.pairs import on_key
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.primitives.task import LaneRows, at_hand
+from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.states import f32
 from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
-from tvm_attn.tir.visibility import ALL, Range
+from tvm_attn.tir.visibility import ALL, Range, clear_bits_hide
 from tvm_attn.variant import Expr
 
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
@@ -143,30 +144,44 @@ def hide_outside(cta, rows, ranges, kv0):
                 )
 
 
-@T.inline
-def hide_by_mask(cta, rows, kv0):
+def hide_by_mask(cta: Cta, rows: LaneRows, kv0: Expr) -> None:
     """Hide the keys that the mask hides, asked of each."""
-    c = T.meta_var(cta.registers.score)
-    bits = T.meta_var(BlockBits.allocate(cta))
-    first = T.meta_var(kv0 + cta.lane.column(0))
-    if len(bits.words) > 0:
-        if rows.first_key < rows.end_key:  # else the bitmap may be empty
-            load_bits(cta, rows, bits, kv0)
-    for i in T.unroll(cta.rows):
-        for n in T.unroll(cta.key_tiles):
-            for e in T.unroll(2):
-                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                token = T.meta_var(first + n * COLUMNS + e)
-                held = T.meta_var(bits.rows(rows, i, n, e))
-                shown = T.meta_var(lambda key: cta.hooks.visible(held.pair(i, key), T.bool(True)))
-                c[at] = T.Select(
-                    T.And(
-                        T.And(rows.first_key <= token, token < rows.end_key),
-                        on_key(shown, first, n * COLUMNS + e, rows.end_key),
-                    ),
-                    c[at],
-                    f32(cta.hooks.accumulation.hidden),
-                )
+    first = kv0 + cta.lane.column(0)
+    for i in range(cta.rows):
+        bits = load_bits(cta, rows, i, kv0)
+        for n, e in itertools.product(range(cta.key_tiles), range(2)):
+            token = first + n * COLUMNS + e
+            inside = tirx.And(rows.first_key <= token, token < rows.end_key)
+            sees = partial(is_visible, cta, bits.read_by(rows, n, e), i)
+            shown = on_key(sees, first, n * COLUMNS + e, rows.end_key)
+            hide_unless(cta, tirx.And(inside, shown), i, n, e)
+
+
+def is_visible(cta: Cta, rows: LaneRows, i: int, key: Expr) -> Expr:
+    """Whether the mask shows a key to the lane's row `i`."""
+    return cta.hooks.visible(rows.pair(i, key), T.bool(True))
+
+
+def hide_unless(cta: Cta, shown: Expr, i: int, n: int, e: int) -> None:
+    """Hide a key from the lane's row `i` unless it is shown."""
+    c, at = cta.registers.score, cta.score(i // HALVES, n, i % HALVES, e)
+    T.buffer_store(c, tirx.Select(shown, c[at], f32(cta.hooks.accumulation.hidden)), [at])
+
+
+def bitmaps_hide(hooks: Hooks) -> bool:
+    """Whether the clear bits of all bitmaps hide keys."""
+    return all(clear_bits_hide(hooks, name) for name in hooks.bitmaps())
+
+
+def hide_by_bits(cta: Cta, rows: LaneRows, ranges: Sequence[Range], kv0: Expr) -> None:
+    """Hide the keys whose bits are clear, or that are not in the range of a row."""
+    bounds = bound_rows(cta, rows, ranges, kv0)
+    has_first = begins_inside(cta, ranges)
+    for i in range(cta.rows):
+        bits = load_bits(cta, rows, i, kv0)
+        keep_range(cta, bits, bounds[2 * i] if has_first else None, bounds[2 * i + 1])
+        for n, e in itertools.product(range(cta.key_tiles), range(2)):
+            hide_unless(cta, bits.all_are_set(n, e), i, n, e)
 
 
 @T.inline
@@ -174,8 +189,10 @@ def hide(cta, task, kv0):
     """Hide the keys of a block that rows do not see."""
     rows = T.meta_var(at_hand(cta, task))
     ranges = T.meta_var([rows.seen_by_row(i) for i in range(cta.rows)])
-    if None in ranges:
+    if None in ranges or not bitmaps_hide(cta.hooks):
         hide_by_mask(cta, rows, kv0)
+    elif len(cta.hooks.bitmaps()) > 0:
+        hide_by_bits(cta, rows, ranges, kv0)
     else:
         hide_outside(cta, rows, ranges, kv0)
 

@@ -15,9 +15,9 @@ from tvm_attn.schedules.primitives.staging import copy_chunk, copy_word
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
-from tvm_attn.tir.visibility import Range, seen_by_all, seen_by_row
+from tvm_attn.tir.visibility import Range, seen_by_all, seen_by_row, with_set_bits
 from tvm_attn.variant import Expr
-from tvm_attn.worklist import ITEM_WORDS, Item
+from tvm_attn.worklist import ITEM_WORDS, SEEN_BITS, Item
 
 LEAST_FACTOR = 1e-30
 """What a factor of 0 becomes: a hidden key's -inf stays that, and all else is as good as 0."""
@@ -133,8 +133,11 @@ class Task(Rows):
         begin, end = (self.words[self.first + w] for w in (Item.KV_BEGIN, Item.KV_END))
         return tirx.max(begin, lo), tirx.min(end, hi)
 
-    def seen(self) -> Range:
-        """Derive the keys that all rows see."""
+    def seen(self, granule: int) -> Range:
+        """Derive the keys that all rows see; with bitmaps, of those whose bits are all set.
+
+        The planner says which those are, in granules.
+        """
         tokens = Range(self.token(self.row0), self.token(self.row_end - 1))
         heads = self.kv_head * self.group_size
         rows = {
@@ -142,7 +145,14 @@ class Task(Rows):
             "q_pos": tokens.plus(self.q_shift),
             "qo_head": Range(heads, heads + self.group_size - 1),
         }
-        return seen_by_all(self.hooks, self.request_fields(), rows, self.kv_shift)
+        hooks = with_set_bits(self.hooks)
+        seen = seen_by_all(hooks, self.request_fields(), rows, self.kv_shift)
+        if not hooks.bitmaps():
+            return seen
+        word = self.words[self.first + Item.SEEN]
+        first = tirx.bitwise_and(word, (1 << SEEN_BITS) - 1) * granule
+        last = tirx.shift_right(word, SEEN_BITS) * granule - 1
+        return Range(tirx.max(seen.first, first), tirx.min(seen.last, last))
 
 
 @dataclass(frozen=True)
@@ -161,9 +171,12 @@ class LaneRows(Task):
         return self.heads[row]
 
     def seen_by_row(self, row: int) -> Range | None:
-        """Return the keys that one of the lane's rows sees, if the mask is that of a range."""
+        """Return the keys that one of the lane's rows sees, if the mask is that of a range.
+
+        With bitmaps, of those whose bits are all set.
+        """
         fields = {**self.request_fields(), **self.query_fields(row)}
-        return seen_by_row(self.hooks, fields, self.kv_shift)
+        return seen_by_row(with_set_bits(self.hooks), fields, self.kv_shift)
 
 
 def at_hand(cta: Any, task: Task) -> LaneRows:
@@ -171,7 +184,7 @@ def at_hand(cta: Any, task: Task) -> LaneRows:
     words = T.alloc_local((TASK_WORDS,), "int32")
     tokens, heads = T.alloc_local((cta.rows,), "int32"), T.alloc_local((cta.rows,), "int32")
     for word in (*Item, *Request, *Derived):
-        if word not in (Item.RESERVED, Derived.RECIPROCAL):
+        if word not in (Item.SEEN, Derived.RECIPROCAL):
             T.buffer_store(words, task.words[task.first + word], [word])
     ids = (words[Item.REQUEST], words[Item.KV_HEAD])
     fields = (task.hooks, task.group_size, task.batch, *ids, words, tirx.const(0, "int32"))
@@ -251,7 +264,7 @@ def derive(cta, task, kv_begin, kv_end):
     """Keep what follows from a task: its keys, those that all rows see, the factor of scores."""
     if cta.thread == 0:
         factor = T.meta_var(T.max(cta.scales.product(task.kv_head), f32(LEAST_FACTOR)))
-        seen = T.meta_var(task.seen())
+        seen = T.meta_var(task.seen(cta.tile.granule))
         task.words[task.first + Derived.FIRST_KEY] = kv_begin
         task.words[task.first + Derived.END_KEY] = kv_end
         task.words[task.first + Derived.FIRST_SEEN] = T.max(seen.first, kv_begin)

@@ -16,6 +16,7 @@ from tvm import tirx
 from tvm_attn.errors import CompileError
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.tir.hooks import Hooks
+from tvm_attn.tir.visibility import clear_bits_hide
 from tvm_attn.variant import HOOKS, as_expr
 
 QUERY = ("batch", "kv_head", "qo_len", "kv_len", "qo_idx", "q_pos", "qo_head")
@@ -54,11 +55,12 @@ def fingerprint(hooks: Hooks, spec: AttentionSpec) -> str:
 
 
 def range_fingerprint(hooks: Hooks) -> str:
-    """Return the text of all that a planner takes from a variant: its range, and where from."""
+    """Return the text of all that a planner takes from a variant: its range, and bitmaps."""
     names = ("batch", "qo_len", "kv_len", "q_lo", "q_hi")
     lo, hi = hooks.key_positions(*(_variable(name) for name in names))
     planned = [_declaration(param) for param in hooks.variant.params if param.at == "plan"]
-    return "\n".join([*planned, str(lo), str(hi)])
+    hiding = [name for name in hooks.bitmaps() if clear_bits_hide(hooks, name)]
+    return "\n".join([*planned, str(lo), str(hi), f"hide where clear: {hiding}"])
 
 
 def _declaration(param: Param) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_batch import batch_planner
+from tvm_attn.tir.planner_bitmaps import Bitmaps
 from tvm_attn.tir.planner_deal import (
     SORT_BINS,
     WorkList,
@@ -235,7 +236,11 @@ def plan_variables() -> Plan:
     return Plan(*ints, *longs)
 
 
-def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] = ()) -> Any:
+def work_planner(
+    kv_bounds: KvBounds | None = None,
+    extra_params: Sequence[Any] = (),
+    bitmaps: Bitmaps | None = None,
+) -> Any:
     """Return the PrimFunc ``plan_work``: make the work list of one kernel family.
 
     Parameters of the function, in order, arrays int32 and on the host:
@@ -245,7 +250,7 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
     kv_len               [>= batch]          )
     q_pos_offset         [>= batch]          )
     kv_pos_offset        [>= batch]          )
-    *extra_params                            what `kv_bounds` reads
+    *extra_params                            what `kv_bounds` and `bitmaps` read
     batch                scalar              requests
     num_kv_heads         scalar
     tokens_at_once       scalar              0; or units are dealt each to the CTA with least, those
@@ -280,7 +285,9 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
     kv_bounds : callable, optional
         Which key positions query positions can see, see `KvBounds`; None is all of them.
     extra_params : sequence of (Var or Buffer)
-        What `kv_bounds` reads besides its arguments, by closure conversion.
+        What `kv_bounds` reads besides its arguments, and `bitmaps`, by closure conversion.
+    bitmaps : Bitmaps, optional
+        Bitmaps of the mask. Their words may be read up to `READ_BEYOND` bytes past the end.
 
     Returns
     -------
@@ -359,7 +366,7 @@ def work_planner(kv_bounds: KvBounds | None = None, extra_params: Sequence[Any] 
             out = T.meta_var(WorkList(items, cta_indptr, merge_items, merge_indptr))
 
             clear(table, 0)
-            list_units(table, lengths, family, machine, kv_bounds)
+            list_units(table, lengths, family, machine, kv_bounds, bitmaps)
             units.count = table.count
             units.total = table.total
             plan.items = wide(units.count) * wide(num_kv_heads)

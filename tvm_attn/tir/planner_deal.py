@@ -124,7 +124,8 @@ def write_heads(items, index_of, table, row, head, count):
     stride = var(table.rows[row, STRIDE])
     slot = var(table.rows[row, int(Item.SLOT)] + head * stride)
     words = var(table.rows.vload([row, 0], f"int32x{ITEM_WORDS}"))
-    words = put(put(put(words, int(Item.KV_HEAD), head), int(Item.SLOT), slot), STRIDE, 0)
+    words = put(put(words, int(Item.KV_HEAD), head), int(Item.SLOT), slot)
+    words = put(words, int(Item.SEEN), table.seen[row])
     step = var(T.Broadcast(0, ITEM_WORDS))
     step = put(put(step, int(Item.KV_HEAD), 1), int(Item.SLOT), stride)
     for i in T.serial(count):

@@ -144,7 +144,7 @@ def deal_line(line, units, machine, out, uncut):
                 stop > 0, machine.cut(kv_begin, stop), kv_end
             )
             out.items[index, int(Item.SLOT)] = T.Select(is_piece != 0, slot, NO_SLOT)
-            out.items[index, int(Item.RESERVED)] = 0
+            out.items[index, int(Item.SEEN)] = units.seen[row]
             if is_piece != 0:
                 if cut == 0:
                     write_merge(out, merge, units.rows, row, head, slot)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_attn.tir.planner_bitmaps import survey
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
     Divisor,
@@ -35,11 +36,11 @@ sees anything. Either may be None. Positions are within 2**30, so that much may 
 MIN_PIECE = 4
 """Fewest granules of a piece: less is not worth a partial state."""
 
-ROW_WORDS = ITEM_WORDS + 3
+ROW_WORDS = ITEM_WORDS + 4
 """Words of scratch that a row of a table takes."""
 
-STRIDE = int(Item.RESERVED)
-"""Column of a row: slots from one head to the next, 0 if uncut. In items it is 0."""
+STRIDE = int(Item.SEEN)
+"""Column of a row: slots from one head to the next, 0 if uncut. In items it is what is seen."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Machine:
 class Table:
     """A table of pieces; rows look like items of KV head 0 but for `STRIDE`.
 
-    It takes up to `room` rows of the arrays `rows` [rows, ITEM_WORDS], `cost` [rows] and `rank`
-    [2, rows], from `first` on. Sorted, ``rank[0]`` has its rows longest first.
+    It takes up to `room` rows of the arrays `rows` [rows, ITEM_WORDS], `cost` [rows], `rank`
+    [2, rows] and `seen` [rows] (`Item.SEEN`), from `first` on. Sorted, ``rank[0]`` has its rows
+    longest first.
 
     The rest are variables: `count` of rows (those without room are only counted), cost of the
     `longest` row and of the longest `uncut` one, and, int64, `total` cost over all heads and the
@@ -79,6 +81,7 @@ class Table:
     rows: Any
     cost: Any
     rank: Any
+    seen: Any
     room: Any
     first: Any
     count: Any
@@ -99,8 +102,9 @@ def carve_tables(scratch: Any, begin: Any, room: Any) -> tuple[Table, Table]:
     rows = carve(scratch, begin, (both, ITEM_WORDS))
     cost = carve(scratch, begin + ITEM_WORDS * both, (both,))
     rank = carve(scratch, begin + (ITEM_WORDS + 1) * both, (2, both))
+    seen = carve(scratch, begin + (ITEM_WORDS + 3) * both, (both,))
     ints, longs = [scalar("int32") for _ in range(5)], [scalar("int64") for _ in range(4)]
-    table = Table(rows, cost, rank, room, *ints[:4], *longs[:3])
+    table = Table(rows, cost, rank, seen, room, *ints[:4], *longs[:3])
     return table, replace(table, first=0, count=ints[4], total=longs[3])
 
 
@@ -114,7 +118,7 @@ def clear(table: Table, first: Any) -> None:
 
 
 @T.inline
-def add_row(table, machine, unit, begin, end, slot, stride):
+def add_row(table, machine, unit, begin, end, slot, stride, seen):
     """Append a piece of a unit (request, first and last fused row)."""
     cost = var(machine.cost(begin, end))
     row = var(table.first + table.count)
@@ -128,6 +132,7 @@ def add_row(table, machine, unit, begin, end, slot, stride):
         table.rows[row, int(Item.SLOT)] = slot
         table.rows[row, STRIDE] = stride
         table.cost[row] = cost
+        table.seen[row] = seen
     table.count = T.min(table.count, INT32_MAX - 1) + 1
     table.longest = T.max(table.longest, cost)
     table.total = table.total + wide(cost)
@@ -156,6 +161,10 @@ class Family:
     row_min: Any
     row_max: Any
     tile_rows: Any
+
+    def tokens(self, row_begin: Any, row_end: Any) -> tuple[Any, Any]:
+        """Return the first query token of some fused rows, and one past the last."""
+        return self.group.div(row_begin), self.group.div(row_end - 1) + 1
 
     def tiles(self, rows: Any) -> Any:
         """Query tiles of a request; most have one, which takes no division."""
@@ -187,8 +196,9 @@ def visible(
 
 
 @T.inline
-def list_units(table, lengths, family, machine, kv_bounds):
+def list_units(table, lengths, family, machine, kv_bounds, bitmaps):
     """List the units of the family's requests with the KV range each sees."""
+    seen = var(0)
     for request in T.serial(lengths.count):
         rows = var(lengths.qo_len(request) * family.group.value)
         if T.And(rows >= family.row_min, rows <= family.row_max):
@@ -198,10 +208,15 @@ def list_units(table, lengths, family, machine, kv_bounds):
                 kv = T.meta_var(visible(kv_bounds, lengths, family, request, (row_begin, row_end)))
                 begin = var(kv[0])
                 end = var(kv[1])
+                unit = T.meta_var((request, row_begin, row_end))
+                if bitmaps is not None:
+                    tokens = T.meta_var(family.tokens(row_begin, row_end))
+                    kv_len = T.meta_var(lengths.kv_len[request])
+                    survey(bitmaps, machine, request, tokens, kv_len, begin, end, seen)
                 if begin >= end:
                     begin = 0
                     end = 0
-                add_row(table, machine, (request, row_begin, row_end), begin, end, NO_SLOT, 0)
+                add_row(table, machine, unit, begin, end, NO_SLOT, 0, seen)
     table.uncut = table.longest
     table.total = table.total * wide(machine.heads.value)
 
@@ -229,6 +244,7 @@ def cut_units(units, table, machine, parts_of, edge_of):
                 right,
                 T.Select(is_cut != 0, low_word(table.slots) + part, NO_SLOT),
                 is_cut * parts,
+                units.seen[i],
             )
             left = right
         table.uncut = T.max(table.uncut, (1 - is_cut) * units.cost[i])

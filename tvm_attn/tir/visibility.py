@@ -70,6 +70,22 @@ def seen_by_row(hooks: Hooks, row: Mapping[str, Expr], kv_shift: Expr) -> Range 
     return _solve_mask(hooks, row, {}, kv_shift)
 
 
+def clear_bits_hide(hooks: Hooks, name: str) -> bool:
+    """Whether a mask hides all keys whose bit in a bitmap is clear, whatever else it says."""
+    if hooks.variant.mask is None:
+        return False
+    names = ("batch", "qo_len", "kv_len", "qo_idx", "q_pos", "kv_idx", "kv_pos")
+    fields = {field: tirx.Var(field, "int32") for field in (*names, "kv_head", "qo_head")}
+    clear = hooks.reading({name: tirx.const(False, "bool")})
+    hidden = sym.Analyzer().simplify(as_bool(hooks.variant.mask(clear.context(**fields))))
+    return isinstance(hidden, tirx.IntImm) and int(hidden.value) == 0
+
+
+def with_set_bits(hooks: Hooks) -> Hooks:
+    """Return hooks to which all bits of all bitmaps are set."""
+    return hooks.reading({name: tirx.const(True, "bool") for name in hooks.bitmaps()})
+
+
 def _solve_mask(
     hooks: Hooks, fields: Mapping[str, Expr], box: Mapping[Any, Range], kv_shift: Expr
 ) -> Range | None:
@@ -87,6 +103,8 @@ def _solve(condition: Expr, box: Mapping[Any, Range], key: Any) -> Range | None:
         if a is None or b is None:
             return None
         return Range(tirx.max(a.first, b.first), tirx.min(a.last, b.last))
+    if isinstance(condition, tirx.IntImm):
+        return ALL if condition.value else NONE
     if isinstance(condition, tirx.LE | tirx.LT):
         return _at_least(condition.b, condition.a, isinstance(condition, tirx.LT), box, key)
     if isinstance(condition, tirx.GE | tirx.GT):

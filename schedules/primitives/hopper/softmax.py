@@ -13,11 +13,17 @@ compiler from moving the wait for the values up.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
+from collections.abc import Callable
+from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.folded import largest_of_three
 from tvm_attn.schedules.primitives.fragments import (
     ACCUMULATORS,
     HALVES,
@@ -32,11 +38,6 @@ from tvm_attn.tir.states import f32
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
-_LARGEST_OF_THREE = """
-__device__ __forceinline__ int largest_of_three(int a, float b, float c) {
-  return __vimax3_s32(a, __float_as_int(b), __float_as_int(c));
-}
-"""
 
 
 def bits_of(value: float) -> int:
@@ -82,26 +83,22 @@ def open_rows(cta, group, factor):
                 r.score[at] = r.score[at] * factor - r.reference[i]
 
 
-@T.inline
-def relate(cta, group, factor, begin, end):
-    """Take scores relative to the reference, and note whether any has outgrown it."""
-    r = T.meta_var(cta.registers)
-    slack = T.meta_var(bits_of(SLACK[cta.dtype]))
-    for i in T.unroll(HALVES):
-        r.bits[i] = T.int32(LEAST_INT)
-    for n in T.unroll(end - begin):
-        for i in T.unroll(HALVES):
-            at = T.meta_var(cta.score(0, begin + n, i))
-            for e in T.unroll(2):
-                r.score[at + e] = r.score[at + e] * factor - r.reference[i]
-            r.bits[i] = T.cuda.func_call(
-                "largest_of_three",
-                *(r.bits[i], r.score[at], r.score[at + 1]),
-                source_code=_LARGEST_OF_THREE,
-                return_type="int32",
-            )
-    above = T.meta_var(T.max(r.bits[0], r.bits[1]) > T.int32(slack))
-    group.flags.set("outgrown", any_lane(T.Or(group.flags.has_empty, above)))
+def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int, end: int) -> None:
+    """Take scores relative to the reference, and note whether any has outgrown it.
+
+    ``scored(begin, end)`` leaves scores of column tiles minus the references.
+    """
+    r = cta.registers
+    for i in range(HALVES):
+        T.buffer_store(r.bits, T.int32(LEAST_INT), [i])
+    for first in range(begin, end, 2):
+        scored(first, min(first + 2, end))
+        for n, i in itertools.product(range(first, min(first + 2, end)), range(HALVES)):
+            at = cta.score(0, n, i)
+            largest = largest_of_three(r.bits[i], r.score[at], r.score[at + 1])
+            T.buffer_store(r.bits, largest, [i])
+    above = tirx.max(r.bits[0], r.bits[1]) > T.int32(bits_of(SLACK[cta.dtype]))
+    group.flags.set("outgrown", any_lane(tirx.Or(group.flags.has_empty, above)))
 
 
 @T.inline
