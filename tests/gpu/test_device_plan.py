@@ -179,8 +179,9 @@ def test_what_is_wrong_is_said_later_and_gives_empty_states(
     plan = module.plan(bad(), limits=limits, max_qo_len=1)
     plan.check()
     out, lse = (torch.full_like(t, torch.nan) for t in (q, q[..., 0].float()))
+    wrong = bad(**changes)
     with without_waiting():
-        module.plan(bad(**changes), out=plan)
+        module.plan(wrong, out=plan)
         module.run(plan, q, kv, out=out, lse=lse)
     assert not out.any()
     assert (lse == -torch.inf).all()
