@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -23,6 +24,8 @@ Progress = Callable[[str], None]
 
 PATIENCE = 600.0
 """Seconds after which work is given up."""
+PR_SET_PDEATHSIG = 1
+"""Of ``prctl``: the signal that a process gets when its parent dies (linux/prctl.h)."""
 
 
 def unheard(stage: str) -> None:
@@ -47,11 +50,13 @@ class Child(Generic[Result]):
     def __init__(self, name: str, work: Callable[[Progress], Result]):
         self._name = name
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        parent = os.getpid()
         with warnings.catch_warnings():
             # Threads that a fork loses: the work needs none, nor what they might hold locked.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if not self._pid:
+            _end_with(parent)
             _work(sender, work)
         sender.close()
 
@@ -127,6 +132,14 @@ def in_children(
     with contextlib.ExitStack() as stack:
         children = {n: stack.enter_context(Child(n, work)) for n, work in works.items()}
         return {name: child.result(progress) for name, child in children.items()}
+
+
+def _end_with(parent: int) -> None:
+    """Have this process end when its parent does: nobody waits for its work then."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _work(sender: Connection, work: Callable[[Progress], Any]) -> NoReturn:

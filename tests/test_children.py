@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -111,6 +112,30 @@ def test_one_failure_ends_the_others() -> None:
     with pytest.raises(TargetError):
         in_children({"quick": lambda _: fail(), "slow": lambda _: time.sleep(60)}, print)
     assert time.monotonic() - begun < 10
+
+
+def test_children_of_a_child_end_with_it() -> None:
+    reader, writer = os.pipe()
+
+    def work(_: Progress) -> object:
+        return forked(lambda _: (os.write(writer, str(os.getpid()).encode()), time.sleep(60)))
+
+    with Child("something", work):
+        grandchild = int(os.read(reader, 20))
+        os.kill(grandchild, 0)
+    deadline = time.monotonic() + 10
+    while _runs(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(grandchild)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_daemons_have_children_too() -> None:
