@@ -109,9 +109,10 @@ def build(
             lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
         )
         others = _planners(spec, hooks, built_for)
+        is_there = kernel_part.is_there()
         with ExitStack() as stack:
             for part in others.values():
-                stack.enter_context(_built_meanwhile(part, unless=kernel_part.is_there()))
+                stack.enter_context(_built_meanwhile(part, unless=is_there))
             try:
                 kernel, attention = kernel_part.obtain()
             except CompileError as error:

@@ -15,6 +15,7 @@ from tvm_attn.tir.device_units import HALF_WORDS, pack, write_row
 from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, spread
 from tvm_attn.tir.planner_deal import write_merge
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
+from tvm_attn.tir.planner_line import place_boundary, set_boundary
 from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE, Machine
 from tvm_attn.worklist import MERGE_WORDS, NO_SLOT, Item
 
@@ -137,16 +138,7 @@ def close_merges(cta, out, plan, room):
 
 
 @T.inline
-def set_boundary(line, c, at, rank, head, cut):
-    """Write a boundary."""
-    line.at[c] = at
-    line.rank[c] = rank
-    line.head[c] = head
-    line.cut[c] = cut
-
-
-@T.inline
-def place_boundaries(cta, line, sums, units, machine, snap):
+def place_boundaries(cta, line, sums, units, machine):
     """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for."""
     worthwhile = var(T.truncdiv(units.total, wide(MIN_PIECE + machine.overhead)))
     shares = var(T.max(T.min(wide(machine.num_ctas), worthwhile), T.int64(1)))
@@ -162,21 +154,7 @@ def place_boundaries(cta, line, sums, units, machine, snap):
         rank = var(0)
         find_last(lambda i: sums[i], units.count, target, rank)
         cost = var(wide(units.cost(rank)))
-        head = var(T.truncdiv(target - sums[rank], cost))
-        before = var(target - sums[rank] - head * cost)
-        after = var(cost - before)
-        granules = var(before - wide(machine.overhead))
-        if T.And(
-            T.min(before, after) * T.int64(snap) > share,
-            T.min(granules, after) >= T.int64(MIN_PIECE),
-        ):
-            set_boundary(line, c, target, rank, low_word(head), low_word(granules))
-        else:
-            to_end = var(as_bit(before > after))
-            next_head = var(low_word(head) + to_end)
-            wraps = var(as_bit(next_head == machine.heads.value))
-            at = var(target - before + wide(to_end) * cost)
-            set_boundary(line, c, at, rank + wraps, (1 - wraps) * next_head, 0)
+        place_boundary(line, machine, c, target, share, rank, sums[rank], cost)
 
     @T.inline
     def place(c):

@@ -33,7 +33,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_line import SNAP, Line
+from tvm_attn.tir.planner_line import Line
 from tvm_attn.tir.planner_units import Longest, Machine, Multiples
 from tvm_attn.worklist import Header
 
@@ -155,7 +155,7 @@ def decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, split)
         if T.Or(split > 0, is_uneven(plan, machine)):
             try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, scratch.sums)
         if T.And(split == 0, is_uneven(plan, machine)):
-            place_boundaries(cta, line, scratch.sums, units, machine, SNAP)
+            place_boundaries(cta, line, scratch.sums, units, machine)
             measure_line(cta, line, machine)
             if line.max_load < plan.max_load:
                 settle(

@@ -59,6 +59,29 @@ def carve_line(scratch: Any, begin: Any, length: Any) -> Line:
 
 
 @T.inline
+def place_boundary(line, machine, cta, target, share, rank, begin, cost):
+    """Place a boundary in a unit, or at an end that is near, of what shares are long.
+
+    The heads of the unit, ranked `rank`, begin at `begin` and cost so much each.
+    """
+    head = var(T.truncdiv(target - begin, cost))
+    before = var(target - begin - head * cost)
+    after = var(cost - before)
+    granules = var(before - wide(machine.overhead))
+    if T.And(
+        T.min(before, after) * T.int64(SNAP) > share,
+        T.min(granules, after) >= T.int64(MIN_PIECE),
+    ):
+        set_boundary(line, cta, target, rank, low_word(head), low_word(granules))
+    else:
+        to_end = var(as_bit(before > after))
+        next_head = var(low_word(head) + to_end)
+        wraps = var(as_bit(next_head == machine.heads.value))
+        at = var(target - before + wide(to_end) * cost)
+        set_boundary(line, cta, at, rank + wraps, (1 - wraps) * next_head, 0)
+
+
+@T.inline
 def place_boundaries(line, units, machine):
     """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for."""
     worthwhile = var(T.truncdiv(units.total, wide(MIN_PIECE + machine.overhead)))
@@ -74,21 +97,7 @@ def place_boundaries(line, units, machine):
             begin = begin + cost * wide(machine.heads.value)
             rank = rank + 1
             cost = wide(units.cost[units.ranked(rank)])
-        head = var(T.truncdiv(target - begin, cost))
-        before = var(target - begin - head * cost)
-        after = var(cost - before)
-        granules = var(before - wide(machine.overhead))
-        if T.And(
-            T.min(before, after) * T.int64(SNAP) > share,
-            T.min(granules, after) >= T.int64(MIN_PIECE),
-        ):
-            set_boundary(line, cta, target, rank, low_word(head), low_word(granules))
-        else:
-            to_end = var(as_bit(before > after))
-            next_head = var(low_word(head) + to_end)
-            wraps = var(as_bit(next_head == machine.heads.value))
-            at = var(target - before + wide(to_end) * cost)
-            set_boundary(line, cta, at, rank + wraps, (1 - wraps) * next_head, 0)
+        place_boundary(line, machine, cta, target, share, rank, begin, cost)
     for cta in T.serial(low_word(shares), machine.num_ctas + 1):
         set_boundary(line, cta, units.total, units.count, 0, 0)
 
