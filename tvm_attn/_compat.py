@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from types import ModuleType
 from typing import Any
 
 from tvm_attn import env
+from tvm_attn._tracing import speed_up_tracing
 from tvm_attn.errors import TvmAttnError
 
 TVM_MIN, TVM_END = (0, 27), (0, 28)
@@ -45,27 +45,8 @@ def import_tvm() -> ModuleType:
             "apache-tvm, or load a kernel that was exported before"
         ) from error
     check_version("apache-tvm", tvm.__version__, TVM_MIN, TVM_END)
-    _speed_up_tracing()
+    speed_up_tracing()
     return tvm  # type: ignore[no-any-return]
-
-
-def _speed_up_tracing() -> None:
-    """Let TVMScript find its parser without reading the source of every frame on the stack.
-
-    It looks for it at each call of an inline function, which takes half of the time of tracing.
-    """
-    from tvm.script.parser.core.parser import ScriptMacro
-
-    def find_parser(self: object) -> object:
-        frame = inspect.currentframe()
-        while frame is not None:
-            parser = frame.f_globals.get(ScriptMacro.parser_object_name)
-            if parser is not None:
-                return parser
-            frame = frame.f_back
-        raise RuntimeError("an inline function was called outside of a TVMScript function")
-
-    ScriptMacro._find_parser_def = find_parser
 
 
 def check_version(
