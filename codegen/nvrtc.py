@@ -21,6 +21,21 @@ struct alignas(64) CUtensorMap { unsigned long long words[16]; };
 """What generated code may use, and nvcc has from headers of the host; headers of CUDA that have it
 too would leave their constants in every cubin."""
 
+TRAITS = """\
+namespace cuda { namespace std {
+template <class, class> struct is_same;
+template <class, class> extern const bool is_same_v;
+template <class> struct is_integral;
+template <class> struct is_signed;
+template <class> struct is_unsigned;
+template <class> struct is_floating_point;
+template <bool, class = void> struct enable_if;
+template <bool, class, class> struct conditional;
+} }
+"""
+"""In place of ``<cuda/std/type_traits>``, a third of the time of a compilation: TVM's prelude names
+these, and no kernel uses them."""
+
 
 def compile_nvrtc(
     compiler: CudaCompiler, name: str, source: str, arch: str, assembler: Sequence[str] = ()
@@ -28,9 +43,9 @@ def compile_nvrtc(
     """Compile CUDA source with NVRTC; parameters and errors are those of `compile_nvcc`."""
     from cuda.bindings import nvrtc
 
-    program = _done(
-        nvrtc.nvrtcCreateProgram((PRELUDE + source).encode(), f"{name}.cu".encode(), 0, None, None)
-    )
+    text, file = (PRELUDE + source).encode(), f"{name}.cu".encode()
+    headers = [TRAITS.encode()], [b"cuda/std/type_traits"]
+    program = _done(nvrtc.nvrtcCreateProgram(text, file, len(headers[0]), *headers))
     options = [
         *(*FLAGS, f"--gpu-architecture={arch}"),
         *(f"--ptxas-options={option}" for option in ("-v", *assembler)),
