@@ -48,15 +48,21 @@ def bounds(mask: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 @cache
-def host_planner(mask: str, paged: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    return compile_function(batch_planner(paged)), compile_function(work_planner(*bounds(mask)))
+def plan_batch(paged: bool) -> Callable[..., None]:
+    return compile_function(batch_planner(paged))
 
 
 @cache
-def serial(mask: str, paged: bool, backward: bool) -> Callable[..., None]:
-    function = compile_function(serial_planner(paged, backward, *bounds(mask)))
+def plan_work(mask: str) -> Callable[..., None]:
+    return compile_function(work_planner(*bounds(mask)))
+
+
+@cache
+def serial(mask: str, paged: bool) -> Callable[..., None]:
+    """The planner; its last argument is whether threads take turns backwards."""
+    function = compile_function(serial_planner(paged, *bounds(mask)))
     longs, ints = torch.empty(LONGS, dtype=torch.int64), torch.empty(INTS, dtype=torch.int32)
-    return lambda *args: function(*args, longs, ints)
+    return lambda *args: function(*args[:-1], longs, ints, int(args[-1]))
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,17 @@ class Setting:
             for family, count in zip(FAMILIES, self.queues, strict=True)
         ]
         inspector = Inspector(
-            *host_planner(self.mask, self.paged), FAMILIES, self.group, self.heads
+            *(plan_batch(self.paged), plan_work(self.mask)), FAMILIES, self.group, self.heads
         )
         return inspector.plan(None, fmt, lambda _: {"all": self.values}, self.split, queues)
 
     def on_device(self, fmt: BSR, backward: bool = False) -> DevicePlan:
-        function = serial(self.mask, self.paged, backward)
-        DevicePlanner(self.spec, self.memory, function).plan(fmt, self.values)
+        function = serial(self.mask, self.paged)
+
+        def launch(*arguments: Any) -> None:
+            function(*arguments, backward)
+
+        DevicePlanner(self.spec, self.memory, launch).plan(fmt, self.values)
         plan = DevicePlan(None, fmt, {}, self.memory)
         plan.placement = None  # type: ignore[assignment]
         return plan

@@ -54,7 +54,7 @@ class SerialCta:
     planners: Any
     job: Any
     partial: Any
-    is_backward: bool
+    backward: Any
     threads: int = THREADS
     add_up_partials: Any = add_up_partials
     arrive: Any = arrive
@@ -64,7 +64,7 @@ class SerialCta:
         return count
 
     def index(self, turn: Any, count: Any) -> Any:
-        return count - 1 - turn if self.is_backward else turn
+        return T.Select(self.backward != 0, count - 1 - turn, turn)
 
     def meet(self) -> None:
         """Nobody is late."""
@@ -90,9 +90,12 @@ ROWS, CTAS = 700, 64
 
 
 def serial_planner(
-    paged: bool, backward: bool, kv_bounds: KvBounds | None = None, extra: Sequence[Any] = ()
+    paged: bool, kv_bounds: KvBounds | None = None, extra: Sequence[Any] = ()
 ) -> Any:
-    """Return the PrimFunc ``plan_on_device``: parameters as of the device's, and scratch last."""
+    """Return the PrimFunc ``plan_on_device``.
+
+    Its parameters are those of the device's, then scratch, then whether threads go backwards.
+    """
 
     @T.prim_func(s_tir=True, check_well_formed=False)
     def serial(
@@ -121,6 +124,7 @@ def serial_planner(
         block_h: T.handle,
         longs_h: T.handle,
         ints_h: T.handle,
+        backward: T.int32,
     ) -> None:
         qo_indptr = bind(qo_indptr_h, "qo_indptr")
         kv_indptr = bind(kv_indptr_h, "kv_indptr")
@@ -181,7 +185,7 @@ def serial_planner(
                     cta, batch, kv_indices, given, Memory(block, place, jobs), problem, scratch
                 )
 
-    return close_over(serial, extra, before=19, name="plan_on_device")
+    return close_over(serial, extra, before=20, name="plan_on_device")
 
 
 LONGS = THREADS + 4 * (ROWS + 1) + 2 * (CTAS + 1)

@@ -27,7 +27,7 @@ class Launcher:
     @staticmethod
     def launch(name: str, *arguments: Any) -> None:
         assert name == "plan_on_device"
-        serial("causal", True, False)(*arguments)
+        serial("causal", True)(*arguments, False)
 
 
 @pytest.fixture
