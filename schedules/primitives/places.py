@@ -35,6 +35,12 @@ def lowest_bit(bits: Expr) -> Expr:
     return T.cuda.func_call("lowest_bit", bits, **given)
 
 
+def page_and_slot(token: Expr, page_size: int) -> tuple[Expr, Expr]:
+    """Return which of a request's pages a token is in, and its slot there: uint32."""
+    unsigned, size = tirx.Cast("uint32", token), T.uint32(page_size)
+    return tirx.truncdiv(unsigned, size), tirx.truncmod(unsigned, size)
+
+
 @dataclass(frozen=True)
 class Places:
     """Rows of a strided cache ``[pages, ...]``; where they begin is a multiple of `unit` elements.

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap, encode, is_elected
+from tvm_attn.schedules.primitives.places import page_and_slot
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, WARP
 from tvm_attn.schedules.tiles_sm90 import COLUMN_GROUP, HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
-
-AT_ONCE = 4
-"""Boxes whose places a warp has in registers at a time."""
-
 
 def block_map(spec: AttentionSpec, tile: HopperTile, handle: Any, cache: Any) -> TensorMap:
     """Encode the map of K or V: ``(dim, token, head)``, of pages ``(dim, slot, head, page)``."""
@@ -41,23 +36,16 @@ def copy_ragged(feed, begin, head, kv0, barrier):
 
 @T.inline
 def copy_pages(feed, head, where, barrier):
-    """Begin to copy a block of pages, whose boxes were looked up."""
-    tile = T.meta_var(feed.cta.tile)
-    at_once = T.meta_var(gcd(tile.boxes, AT_ONCE))
-    pages = T.alloc_local((at_once,), "int32")
-    slots = T.alloc_local((at_once,), "int32")
-    for first in T.serial(tile.boxes // at_once):
-        for i in T.unroll(at_once):
-            pages[i] = of_lane(where[0], first * at_once + i)
-            slots[i] = 0 if tile.box == tile.page else of_lane(where[1], first * at_once + i)
-        if is_elected():
-            for i in T.unroll(at_once):
-                for group in T.unroll(feed.groups):
-                    feed.source.map.load(
-                        feed.pointer(group, (first * at_once + i) * tile.box),
-                        (group * COLUMN_GROUP, slots[i], head, pages[i]),
-                        barrier,
-                    )
+    """Begin to copy a block of pages: each lane the box that it looked up."""
+    tile, lane = T.meta_var((feed.cta.tile, feed.cta.lane.index))
+    if lane < tile.boxes:
+        for group in T.unroll(feed.groups):
+            feed.source.map.load(
+                feed.pointer(group, lane * tile.box),
+                (group * COLUMN_GROUP, where[1] if tile.box < tile.page else 0, head, where[0]),
+                barrier,
+            )
+    T.cuda.warp_sync()
 
 
 @T.inline
@@ -68,8 +56,9 @@ def look_up_box(feed, task, access, kv0, where):
     where[0] = T.Cast("int32", feed.source.num_pages)
     where[1] = 0
     if T.And(token < task.end_key, token + tile.box > task.first_key):
-        where[0] = access.locate(task.request, token)[0]
-        where[1] = access.split(token)[1]
+        page, slot = T.meta_var(page_and_slot(token, tile.page))
+        where[0] = access.indices[access.begin(task.request) + T.Cast("int32", page)]
+        where[1] = T.Cast("int32", slot)
 
 
 def zero_chunk(pointer: Expr) -> Expr:

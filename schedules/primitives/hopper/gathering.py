@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import of_lane
-from tvm_attn.schedules.primitives.places import NO_PLACE, Places
+from tvm_attn.schedules.primitives.places import NO_PLACE, Places, page_and_slot
 from tvm_attn.schedules.primitives.registers import held
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, LINE_CHUNKS, WARP
 from tvm_attn.schedules.primitives.staging import copy_chunk, shared_address
@@ -40,12 +40,6 @@ def swizzled(lane: Expr) -> Expr:
     """Offset of the chunk that a lane copies, from the first of the first 4 rows: in bytes."""
     row, chunk = tirx.floordiv(lane, LINE_CHUNKS), tirx.floormod(lane, LINE_CHUNKS)
     return row * ROW_BYTES + tirx.bitwise_xor(chunk, row) * CHUNK_BYTES
-
-
-def page_and_slot(token: Expr, page_size: int) -> tuple[Expr, Expr]:
-    """Return which of a request's pages a token is in, and its slot there: uint32."""
-    unsigned, size = tirx.Cast("uint32", token), T.uint32(page_size)
-    return tirx.truncdiv(unsigned, size), tirx.truncmod(unsigned, size)
 
 
 @T.inline
