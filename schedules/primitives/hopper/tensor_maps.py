@@ -58,8 +58,8 @@ class TensorMap:
 def is_elected() -> Expr:
     """Whether this is the one lane of its warp that begins copies.
 
-    It is always the same one, and the compiler knows that it is one: copies by a lane of a given
-    number would be in a loop each over the lanes that might be.
+    It is always the same one, and the compiler knows that it is one. Copies by several lanes are in
+    a loop each over those lanes, of 7 instructions.
     """
     name = "is_elected"
     return T.cuda.func_call(name, source_code=_ELECTED, return_type="int32") != 0
