@@ -99,3 +99,9 @@ def test_groups_are_summed_up() -> None:
     assert decode.summary(results) == [
         "a        2.00 of the best peer's share in 2 rows, 1.00 at least"
     ]
+
+
+def test_no_read_is_smaller_than_the_published_ones() -> None:
+    small, large = (torch.zeros(4, size, dtype=torch.bfloat16) for size in (2**10, 2**18))
+    read = decode._joined([(small, small), (large, large)])
+    assert [len(x) for x in read] == [decode.LEAST_READ, 2 * large.nbytes]

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from tvm_attn import pipeline, reference
 from tvm_attn.bench.batches import page_table
@@ -35,6 +36,8 @@ HEAD_DIM = 128
 ROTATED_BYTES = 2**28
 """Of all caches together, at least: several times an L2 cache."""
 MOST_CACHES = 48
+LEAST_READ = 2**21
+"""Bytes of a plain read, at least: those of smaller rows were published with its figure."""
 LEVEL = 0.99
 """What is within 1 % of a figure is level with it."""
 
@@ -151,7 +154,8 @@ def measure(row: Row, build: Build, target: str, rounds: int) -> dict[str, Any]:
 
 def _joined(caches: Sequence[Cache]) -> list[torch.Tensor]:
     """Return K and V of each cache as one tensor: the bytes that one launch reads."""
-    return [torch.cat([x.view(torch.uint8).flatten() for x in cache]) for cache in caches]
+    joined = [torch.cat([x.view(torch.uint8).flatten() for x in cache]) for cache in caches]
+    return [pad(x, (0, max(LEAST_READ - len(x), 0))) for x in joined]
 
 
 def summary(results: Sequence[dict[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.signature import itemsize
 from tvm_attn.variant import Expr
 
+
 def block_map(spec: AttentionSpec, tile: HopperTile, handle: Any, cache: Any) -> TensorMap:
     """Encode the map of K or V: ``(dim, token, head)``, of pages ``(dim, slot, head, page)``."""
     page, slot, head, dim = (0, 2, 1, 3) if spec.kv_layout == "HND" else (0, 1, 2, 3)
