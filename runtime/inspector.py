@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
 from tvm_attn.bsr import BSR
@@ -12,6 +13,8 @@ from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
 from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
 from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
+from tvm_attn.runtime.sharing import UNCUT, Work, share_out
+from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import (
     ALONE,
     HEADER_WORDS,
@@ -25,12 +28,21 @@ from tvm_attn.worklist import (
 Params = dict[str, list[Any]]
 NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
-UNCUT = 2**29
-"""A fixed split that no request is longer than."""
-CROWD = 2
-"""Units for each cluster that are still few, where some are cut."""
-SEVERAL = 3
-"""Units for each cluster that are still few, where none is cut."""
+KV_LEN = 3
+"""Place of the lengths in a plan's arrays of a batch."""
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a token's K and V of a head, and of a row of a partial state."""
+
+    token: int
+    row: int
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> RowBytes:
+        """Return those of a kernel."""
+        size = getattr(torch, str(spec.kv_dtype)).itemsize
+        return RowBytes((spec.head_dim_qk + spec.dim_vo) * size, spec.dim_vo * 4)
 
 
 class Inspector:
@@ -45,6 +57,8 @@ class Inspector:
         to the last. Those in clusters take the place of the first one that is not where it pays.
     group_size, num_kv_heads : int
         Of the kernel.
+    row_bytes : RowBytes
+        What is read of a token, and written of a part.
     """
 
     def __init__(
@@ -54,6 +68,7 @@ class Inspector:
         families: Sequence[Family],
         group_size: int,
         num_kv_heads: int,
+        row_bytes: RowBytes,
     ):
         self._plan_batch = plan_batch
         self._plan_work = plan_work
@@ -63,6 +78,7 @@ class Inspector:
         self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
+        self._bytes = row_bytes
         self._pool = BufferPool()
 
     def plan(
@@ -107,26 +123,32 @@ class Inspector:
     def _choose(
         self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
     ) -> tuple[Family, int]:
-        """Return the family, or one in clusters that takes its place in a batch, and its split.
+        """Return the family, or one in clusters that takes its place in a batch, and its split."""
+        units = units * self._num_kv_heads
+        queues = {each: ctas[each] for each in (*self._clusters, family) if ctas[each]}
+        is_decoding = plan.max_qo_len * self._group_size <= family.rows
+        if not self._clusters or not is_decoding or not plan.max_kv_len:
+            return family, 0
+        if len(queues) <= len(self._clusters):  # a device's planner has to come to the same
+            return self._choose_simply(plan, queues, units)
+        if units > ctas[family]:
+            return family, 0
+        part_bytes = plan.max_qo_len * self._group_size * self._bytes.row
+        lengths = plan.batch[KV_LEN].astype(np.int64)
+        return share_out(Work(lengths, self._num_kv_heads, self._bytes.token, part_bytes), queues)
 
-        With few units of like length none is cut: the largest clusters share one each that are as
-        many. Where lengths differ, larger clusters may take several each. With few units of which
+    def _choose_simply(
+        self, plan: Plan, queues: Mapping[Family, int], units: int
+    ) -> tuple[Family, int]:
+        """Choose in a plan with limits, which has room for clusters of one size at most.
+
+        With few units of like length none is cut, and clusters take one each. With few of which
         some are much longer, clusters have fewer parts to merge.
         """
-        units = units * self._num_kv_heads
-        is_decoding = plan.max_qo_len * self._group_size <= family.rows
-        fitting = [each for each in self._clusters if is_decoding and units <= ctas[each]]
-        for each in fitting:
-            if self._pays_whole(plan, each):
-                return each, UNCUT
-        few = self._clusters if fitting else []
-        for each in few:
-            if units <= SEVERAL * ctas[each] and self._pays_whole(plan, each):
-                return each, UNCUT
-        for each in few:
-            if units <= CROWD * ctas[each]:
-                return each, 0
-        return family, 0
+        first = next(iter(queues))
+        if first.cluster > 1 and units <= queues[first]:
+            return first, UNCUT if self._pays_whole(plan, first) else 0
+        return list(queues)[-1], 0
 
     def _pays_whole(self, plan: Plan, family: Family) -> bool:
         """Whether clusters that do not cut units are faster than cutting them.

@@ -18,7 +18,7 @@ from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.host import missing_flags
-from tvm_attn.runtime.inspector import Inspector
+from tvm_attn.runtime.inspector import Inspector, RowBytes
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.machine import CpuMachine, Machine
 from tvm_attn.runtime.plan import Family, Plan
@@ -85,6 +85,7 @@ class AttentionModule:
             self.families,
             spec.group_size,
             spec.num_kv_heads,
+            RowBytes.of(spec),
         )
         self._planner = Planner(spec, self.params, inspector, self.families, self._machine, on_gpu)
         kernels = {f.name: libraries["attention"][f"attention_{f.name}"] for f in self.families}

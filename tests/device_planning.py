@@ -18,7 +18,7 @@ from tvm_attn.bsr import BSR
 from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
-from tvm_attn.runtime.inspector import Inspector
+from tvm_attn.runtime.inspector import Inspector, RowBytes
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits, family_counts
 from tvm_attn.spec import AttentionSpec
@@ -102,7 +102,8 @@ class Setting:
             for family, count in zip(FAMILIES, self.queues, strict=True)
         ]
         inspector = Inspector(
-            *(plan_batch(self.paged), plan_work(self.mask)), FAMILIES, self.group, self.heads
+            *(plan_batch(self.paged), plan_work(self.mask)),
+            *(FAMILIES, self.group, self.heads, RowBytes(512, 512)),
         )
         return inspector.plan(None, fmt, lambda _: {"all": self.values}, self.split, queues)
 
