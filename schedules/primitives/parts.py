@@ -54,7 +54,7 @@ TILES = 16
 
 def at_once(cta: StreamingCta) -> int:
     """Return how many parts a warp loads before it adds them: as many as leave registers."""
-    return 4 if cta.value_tiles <= TILES // 2 else 2 if cta.value_tiles <= TILES else 1
+    return 4 if cta.value_tiles <= TILES else 1
 
 
 def place_of(cta: StreamingCta, slot: Expr, end: Expr, j: Expr) -> Expr:
