@@ -17,7 +17,6 @@ from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     rank_in_cluster,
     shares_item,
-    wait_for_cluster,
 )
 from tvm_attn.schedules.primitives.fragments import LEFT, Lane
 from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
@@ -33,6 +32,7 @@ from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers, held
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.schedules.primitives.shares import open_shares
 from tvm_attn.schedules.primitives.staging import commit_copies, settle_warp, wait_for_copies
 from tvm_attn.schedules.primitives.stream_gemm import pv, qk
 from tvm_attn.schedules.primitives.streams import StreamingCta, StreamTiles, run_bits
@@ -213,7 +213,7 @@ def attention(
         ahead = T.meta_var(Ahead.begin(t, batch, k_places, v_places))
         let_next_begin(cta)
         if shares_item(cta):
-            arrive_at_cluster()
+            open_shares(cta)
         if t < end:
             begin(cta, work, batch, q, ahead, t, end)
         else:
@@ -224,8 +224,6 @@ def attention(
             attend(cta, HeldTask.hold(task), ahead, t, end, s)
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                if shares_item(cta):
-                    wait_for_cluster()  # the peers have read what this CTA will write over
                 last = T.meta_var(shared.verdict)
                 arrive_together(
                     *(size, task.slot, work.merge_indptr, arrivals),
@@ -233,12 +231,11 @@ def attention(
                 )
                 if last[0] != NOBODY:
                     merge_unit(cta, given, last[0])
-                if shares_item(cta):
-                    arrive_at_cluster()
             t = t + 1
+            if shares_item(cta):
+                if t < end:
+                    arrive_at_cluster()
         wait_for_copies()
-        if shares_item(cta):
-            wait_for_cluster()
 
     function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
     return overlapping(function, in_clusters=bool(tile.clusters)) if tile.overlaps else function

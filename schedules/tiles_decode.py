@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm_attn.errors import SpecError
 from tvm_attn.schedules.primitives.shapes import (
@@ -47,6 +47,8 @@ WARPS = (4, 8, 2)
 PASSES = range(1, 6)
 STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
+SHARED_COLUMNS = 16
+"""Columns that are dealt to a CTA of a cluster at a time."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -122,12 +124,21 @@ class DecodeTile(CudaTile):
 
     @property
     def state_rows(self) -> int:
-        """Rows whose peaks and totals are shared: each warp's, and in a cluster the CTA's."""
-        return self.rows * (self.warps + bool(self.clusters))
+        """Rows whose peaks and totals a CTA has room for: each warp's of a cluster."""
+        return self.rows * self.warps * max(self.clusters, default=1)
 
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
         return dim // self.passes
+
+    def state_words(self, dim: int) -> int:
+        """Elements of outputs that a CTA has room for.
+
+        They are the part of its own warps, or of each warp of a cluster the CTA's share of that.
+        """
+        columns = self.part(dim)
+        shares = (size * int(share_columns(columns, size)) for size in self.clusters)
+        return self.rows * self.warps * max((state_pitch(columns), *shares))
 
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for."""
@@ -135,10 +146,11 @@ class DecodeTile(CudaTile):
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
         row = (spec.head_dim_qk + spec.dim_vo) * itemsize(kv_dtype)
         ring = self.stages * self.block * row
-        state = self.rows * state_pitch(self.part(spec.dim_vo)) * WORD_BYTES
+        state = self.state_words(spec.dim_vo) * WORD_BYTES
         closed = 2 * self.state_rows * WORD_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        return queries + self.warps * (ring + state + tasks) + closed + WORD_BYTES
+        words = (1 + 2 * bool(self.clusters)) * WORD_BYTES
+        return queries + self.warps * (ring + tasks) + state + closed + words
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
@@ -160,6 +172,12 @@ def state_pitch(columns: int) -> int:
     Four neighbouring rows then begin in different groups of eight banks.
     """
     return columns + COLUMNS + (-columns) % WARP
+
+
+def share_columns(columns: int, size: Any) -> Any:
+    """Most columns of a part that a CTA of a cluster of so many has a share of."""
+    rest = SHARED_COLUMNS * size - 1
+    return (columns + rest) // (SHARED_COLUMNS * size) * SHARED_COLUMNS
 
 
 def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:

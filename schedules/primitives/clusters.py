@@ -1,4 +1,4 @@
-"""CTAs that share an item: a thread-block cluster, whose CTAs read one another's shared memory."""
+"""CTAs that share an item: a thread-block cluster, which write to one another's shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.variant import Expr
+
+STORE_PEER = r"""
+__device__ __forceinline__ void store_peer(unsigned address, unsigned barrier, float value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];"
+               :: "r"(address), "r"(barrier), "f"(value) : "memory");
+}
+"""
+STORE_PEER_PAIR = r"""
+__device__ __forceinline__ void store_peer_pair(unsigned address, unsigned barrier, float a,
+                                                float b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];"
+               :: "r"(address), "r"(barrier), "f"(a), "f"(b) : "memory");
+}
+"""
+STORE_PEER_QUAD = r"""
+__device__ __forceinline__ void store_peer_quad(unsigned address, unsigned barrier, float a,
+                                                float b, float c, float d) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+               "[%0], {%2, %3, %4, %5}, [%1];"
+               :: "r"(address), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+"""
+"""Not among TVM's instructions."""
 
 
 def rank_in_cluster(tile: Any, size: Expr) -> Expr:
@@ -24,6 +47,11 @@ def arrive_at_cluster() -> Expr:
     return T.ptx["barrier.cluster.arrive.release.aligned"]()
 
 
+def join_cluster() -> Expr:
+    """Tell the cluster that this thread runs: nothing of it is shown."""
+    return T.ptx["barrier.cluster.arrive.relaxed.aligned"]()
+
+
 def wait_for_cluster() -> Expr:
     """Wait until all threads of the cluster have arrived."""
     return T.ptx["barrier.cluster.wait.acquire.aligned"]()
@@ -34,11 +62,17 @@ def address_in(peer: Any, address: Expr, rank: Expr) -> Expr:
     return T.ptx["mapa.shared::cluster.u32"](peer, address, T.Cast("uint32", rank))
 
 
-def load_peer(register: Any, address: Expr) -> Expr:
-    """Load a float32 of another CTA."""
-    return T.ptx["ld.shared::cluster.f32"](register, address)
+def store_peer(address: Expr, barrier: Expr, value: Expr) -> Expr:
+    """Begin to store a float32 in another CTA, whose barrier counts the bytes that have come."""
+    given = {"source_code": STORE_PEER, "return_type": "void"}
+    return T.cuda.func_call("store_peer", address, barrier, value, **given)
 
 
-def load_peer_quad(registers: Any, address: Expr) -> Expr:
-    """Load four neighbouring float32 of another CTA."""
-    return T.ptx["ld.shared::cluster.v4.f32"](*(registers[i] for i in range(4)), address)
+def store_peer_run(address: Expr, barrier: Expr, values: list[Expr]) -> Expr:
+    """Begin to store two or four neighbouring float32 in another CTA, as `store_peer` does."""
+    name, source = {
+        2: ("store_peer_pair", STORE_PEER_PAIR),
+        4: ("store_peer_quad", STORE_PEER_QUAD),
+    }[len(values)]
+    given = {"source_code": source, "return_type": "void"}
+    return T.cuda.func_call(name, address, barrier, *values, **given)

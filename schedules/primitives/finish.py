@@ -8,6 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.fragments import pack, store_pair
+from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
 QUAD = 4
@@ -26,6 +27,15 @@ class Joined:
     def allocate() -> Joined:
         """Allocate the registers."""
         return Joined(*(T.alloc_local((size,), "float32") for size in (QUAD, 1, 1)))
+
+
+@T.inline
+def empty(cta, joined):
+    """Begin with the empty state."""
+    joined.peak[0] = f32(cta.hooks.accumulation.lowest)
+    joined.total[0] = f32(0.0)
+    for e in T.unroll(QUAD):
+        joined.out[e] = f32(0.0)
 
 
 @T.inline

@@ -1,25 +1,18 @@
-"""Joining the states of warps that had different keys of the same rows, through shared memory.
-
-The CTAs of a cluster that share an item join the states of their warps first, and then, a part of
-the elements each, those of one another.
-"""
+"""Joining the states of warps that had different keys of the same rows, through shared memory."""
 
 from __future__ import annotations
 
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.clusters import (
-    address_in,
     arrive_at_cluster,
-    load_peer,
-    load_peer_quad,
     shares_item,
     wait_for_cluster,
 )
-from tvm_attn.schedules.primitives.finish import QUAD, Joined, store_quad
+from tvm_attn.schedules.primitives.finish import QUAD, Joined, empty, store_quad
 from tvm_attn.schedules.primitives.fragments import HALVES, over_row, store_shared_pair
 from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
-from tvm_attn.tir.states import f32
+from tvm_attn.schedules.primitives.shares import Shares, receive_state, send_state, store_share
 
 
 @T.inline
@@ -45,15 +38,6 @@ def share_state(cta, task, turn):
 
 
 @T.inline
-def empty(cta, joined):
-    """Begin with the empty state."""
-    joined.peak[0] = f32(cta.hooks.accumulation.lowest)
-    joined.total[0] = f32(0.0)
-    for e in T.unroll(QUAD):
-        joined.out[e] = f32(0.0)
-
-
-@T.inline
 def join(cta, joined, place, column):
     """Join the warps' states of four neighbouring elements of a row, in the warps' order."""
     state, tiles = T.meta_var((cta.hooks.accumulation, cta.shared))
@@ -69,72 +53,17 @@ def join(cta, joined, place, column):
 
 
 @T.inline
-def join_own(cta, task, joined):
-    """Join the states of the CTA's warps, and put it in the place of the first one's for the peers.
-
-    Peaks and totals, which all threads read, have places of their own.
-    """
-    tiles, last = T.meta_var((cta.shared, cta.tile.warps * ROWS))
-    quads = T.meta_var(cta.tile.part(cta.spec.dim_vo) // QUAD)
+def store_joined(cta, task, outputs, joined, turn):
+    """Join and store a part of the columns: all threads take turns with four elements each."""
+    columns = T.meta_var(cta.tile.part(cta.spec.dim_vo))
+    quads = T.meta_var(columns // QUAD)
     i: T.int32 = cta.thread
     while i < (task.row_end - task.row0) * quads:
         place: T.let[T.int32] = i // quads
         column: T.let[T.int32] = i % quads * QUAD
         join(cta, joined, place, column)
-        for e in T.unroll(QUAD):
-            tiles.state[tiles.state_index(0, place, column + e)] = joined.out[e]
-        if column == 0:
-            tiles.peaks[last + place] = joined.peak[0]
-            tiles.totals[last + place] = joined.total[0]
-        i = i + cta.tile.threads
-
-
-@T.inline
-def join_peers(cta, joined, place, column):
-    """Join the states of a cluster's CTAs of four neighbouring elements, in the CTAs' order.
-
-    All is loaded before any is used; of a small cluster, the last CTA's more than once.
-    """
-    state, tiles, last = T.meta_var((cta.hooks.accumulation, cta.shared, cta.tile.warps))
-    size = T.meta_var(max(cta.tile.clusters))
-    at = T.alloc_local((1,), "uint32")
-    peaks, totals, parts = T.meta_var(
-        [T.alloc_local((n,), "float32") for n in (size, size, QUAD * size)]
-    )
-    empty(cta, joined)
-    for r in T.unroll(size):
-        peer = T.meta_var(T.min(T.int32(0) + r, cta.cluster - 1))
-        address_in(at[0], tiles.peak_address(last, place), peer)
-        load_peer(peaks[r], at[0])
-        address_in(at[0], tiles.total_address(last, place), peer)
-        load_peer(totals[r], at[0])
-        address_in(at[0], tiles.state_address(0, place, column), peer)
-        load_peer_quad([parts[QUAD * r + e] for e in range(QUAD)], at[0])
-    for r in T.unroll(size):
-        joined.peak[0] = state.peak(joined.peak[0], peaks[r])
-    for r in T.unroll(size):
-        weight = T.meta_var(state.rescale(peaks[r], joined.peak[0]))
-        scale: T.let[T.float32] = T.Select(r < cta.cluster, weight, f32(0.0))
-        joined.total[0] = joined.total[0] + totals[r] * scale
-        for e in T.unroll(QUAD):
-            joined.out[e] = joined.out[e] + parts[QUAD * r + e] * scale
-
-
-@T.inline
-def store_joined(cta, task, outputs, joined, turn):
-    """Join and store a part of the columns: all threads take turns with four elements each."""
-    columns = T.meta_var(cta.tile.part(cta.spec.dim_vo))
-    quads = T.meta_var(columns // QUAD)
-    i: T.int32 = cta.rank * cta.tile.threads + cta.thread
-    while i < (task.row_end - task.row0) * quads:
-        place: T.let[T.int32] = i // quads
-        column: T.let[T.int32] = i % quads * QUAD
-        if shares_item(cta):
-            join_peers(cta, joined, place, column)
-        else:
-            join(cta, joined, place, column)
         store_quad(cta, task, outputs, joined, place, turn * columns + column)
-        i = i + cta.cluster * cta.tile.threads
+        i = i + cta.tile.threads
 
 
 @T.inline
@@ -145,17 +74,18 @@ def store_state(cta, task, outputs):
     for i in T.unroll(HALVES):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
-    for turn in T.unroll(cta.tile.passes):
-        if shares_item(cta):
-            wait_for_cluster()  # the peers have read what was shared before
-        else:
-            T.cuda.cta_sync()  # the warps have
-        share_state(cta, task, turn)
-        T.cuda.cta_sync()
-        if shares_item(cta):
-            join_own(cta, task, joined)
-            arrive_at_cluster()
-            wait_for_cluster()
-        store_joined(cta, task, outputs, joined, turn)
-        if shares_item(cta):
-            arrive_at_cluster()
+    if shares_item(cta):
+        shares = T.meta_var(Shares.of(cta))
+        for turn in T.unroll(cta.tile.passes):
+            wait_for_cluster()  # the peers have read what was sent before
+            send_state(cta, task, shares, turn)
+            receive_state(cta)
+            store_share(cta, task, outputs, joined, shares, turn)
+            if turn + 1 < cta.tile.passes:
+                arrive_at_cluster()
+    else:
+        for turn in T.unroll(cta.tile.passes):
+            T.cuda.cta_sync()  # the warps have read what was shared before
+            share_state(cta, task, turn)
+            T.cuda.cta_sync()
+            store_joined(cta, task, outputs, joined, turn)

@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.hopper.barriers import Barriers
 from tvm_attn.schedules.primitives.places import lowest_bit
 from tvm_attn.schedules.primitives.registers import held
 from tvm_attn.schedules.primitives.shapes import (
@@ -32,6 +33,7 @@ class StreamTiles:
     ``q`` has the rows of two items, as they are stored. ``k`` and ``v`` are the warps' rings of
     blocks; ``tasks`` are words of `task.Task`, the warp's own. ``state`` (rows of outputs),
     ``peaks`` and ``totals`` are where warps put their states to be joined; ``verdict`` is one word.
+    ``sent`` completes a phase, whose parity is kept, when all of a cluster's warps have done so.
     """
 
     q: SharedTile
@@ -42,6 +44,8 @@ class StreamTiles:
     peaks: Any
     totals: Any
     verdict: Any
+    sent: Barriers
+    parity: Any
     origins: tuple[Expr, ...]
     state_pitch: int
 
@@ -56,16 +60,17 @@ class StreamTiles:
             SwizzledTile.allocate(pool, tile.block, dim, kv_dtype, stages)
             for dim in (spec.head_dim_qk, spec.dim_vo)
         )
-        rows = tile.warps * tile.rows
-        state = pool.alloc((rows * columns,), "float32", align=16)
+        state = pool.alloc((tile.state_words(spec.dim_vo),), "float32", align=16)
         peaks, totals = (pool.alloc((tile.state_rows,), "float32", align=16) for _ in range(2))
         tasks = pool.alloc((tile.warps * TASKS * TASK_WORDS,), "int32", align=16)
+        words = pool.alloc((1,), "uint64", align=8) if tile.clusters else None
         verdict = pool.alloc((1,), "int32", align=4)
         pool.commit()
+        sent = Barriers(words, first=0, count=1, arrivals=1)
         own_tasks = _part(tasks, TASKS * TASK_WORDS, warp)
         origins = tuple(shared_address(buffer) for buffer in (state, peaks, totals))
         fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
-        return StreamTiles(*fields, origins, columns)
+        return StreamTiles(*fields, sent, T.alloc_local((1,), "int32"), origins, columns)
 
     def state_index(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Index of an element of a warp's row in `state`."""
@@ -73,15 +78,20 @@ class StreamTiles:
 
     def state_address(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Address of an element of a warp's row in shared memory."""
-        return _address(self.origins[0], self.state_index(warp, place, column))
+        return shared_word(self.origins[0], self.state_index(warp, place, column))
 
     def peak_address(self, warp: Expr, place: Expr) -> Expr:
-        """Address of the peak of a warp's row; after the last warp's come the CTA's."""
-        return _address(self.origins[1], warp * ROWS + place)
+        """Address of the peak of a warp's row."""
+        return shared_word(self.origins[1], warp * ROWS + place)
 
     def total_address(self, warp: Expr, place: Expr) -> Expr:
-        """Address of the total of a warp's row; after the last warp's come the CTA's."""
-        return _address(self.origins[2], warp * ROWS + place)
+        """Address of the total of a warp's row."""
+        return shared_word(self.origins[2], warp * ROWS + place)
+
+    @property
+    def sent_address(self) -> Expr:
+        """Address of the barrier in shared memory."""
+        return T.cuda.cvta_generic_to_shared(self.sent.pointer())
 
 
 def run_bits(spec: AttentionSpec, tile: DecodeTile, page_size: Expr) -> Expr:
@@ -92,7 +102,8 @@ def run_bits(spec: AttentionSpec, tile: DecodeTile, page_size: Expr) -> Expr:
     return tirx.Cast("int32", held(tirx.Cast("uint32", lowest_bit(size))))
 
 
-def _address(origin: Expr, index: Expr) -> Expr:
+def shared_word(origin: Expr, index: Expr) -> Expr:
+    """Address of a word in shared memory."""
     return origin + tirx.Cast("uint32", index * WORD_BYTES)
 
 
@@ -194,3 +205,14 @@ class StreamingCta(Cta):
         group, e = p // 2, p % 2
         column = group * ROWS + 2 * (self.lane.column(0) + e)
         return self.out(0, 2 * group, half, e), self.out(0, 2 * group + 1, half, e), column
+
+    @property
+    def run_length(self) -> int:
+        """Accumulators of a row that are neighbours in it: two, or four of widened values."""
+        return 4 if self.is_widened else 2
+
+    def run(self, n: Expr, half: Expr) -> tuple[list[Expr], Expr]:
+        """Return such accumulators, and the first one's column."""
+        pairs = self.run_length // 2
+        found = [self.pair(pairs * n + i, half) for i in range(pairs)]
+        return [index for pair in found for index in pair[:2]], found[0][2]

@@ -51,9 +51,10 @@ class Barriers:
         """Arrive at barrier `i`."""
         return T.ptx.mbarrier.arrive.shared.b64(self.pointer(i), T.uint32(1))
 
-    def expect(self, num_bytes: int, i: Expr = 0) -> Expr:
+    def expect(self, num_bytes: Expr, i: Expr = 0) -> Expr:
         """Arrive at barrier `i`, and announce bytes that copies will bring."""
-        return T.ptx.mbarrier.arrive.expect_tx.shared.b64(self.pointer(i), T.uint32(num_bytes))
+        count = T.uint32(num_bytes) if isinstance(num_bytes, int) else num_bytes
+        return T.ptx.mbarrier.arrive.expect_tx.shared.b64(self.pointer(i), count)
 
     def arrive_with_copies(self, i: Expr = 0) -> Expr:
         """Arrive at barrier `i` once all that this thread began to copy is there."""
