@@ -23,6 +23,7 @@ SHIPPED = {
         "single_decode_with_kv_cache",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
     ),
     "prefill": (
         "single_prefill_with_kv_cache",
@@ -30,6 +31,7 @@ SHIPPED = {
         "BatchPrefillWithRaggedKVCacheWrapper",
     ),
     "attention": ("BatchAttention",),
+    "pod": ("PODWithPagedKVCacheWrapper",),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "quantization": ("packbits", "segment_packbits"),

@@ -31,6 +31,7 @@ _HOMES = {
         "single_decode_with_kv_cache",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
     ),
     "tvm_attn.prefill": (
         "single_prefill_with_kv_cache",
@@ -39,6 +40,7 @@ _HOMES = {
         "BatchPrefillWithRaggedKVCacheWrapper",
     ),
     "tvm_attn.attention": ("BatchAttention",),
+    "tvm_attn.pod": ("PODWithPagedKVCacheWrapper",),
     "tvm_attn.cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "tvm_attn.page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "tvm_attn.quantization": ("packbits", "segment_packbits"),

@@ -9,12 +9,14 @@ import torch
 
 from tvm_attn._flashinfer.arguments import Result, check_buffer, implemented_except
 from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
+from tvm_attn._flashinfer.fast_plan import fast_decode_plan
 from tvm_attn._flashinfer.options import Options, attend_once
 from tvm_attn.errors import ShapeError
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
 ]
 

@@ -13,13 +13,11 @@ from tvm_attn._flashinfer.arguments import (
     Result,
     Scale,
     check_backend,
-    check_buffer,
     implemented_except,
 )
 from tvm_attn._flashinfer.options import Options, attend_once, mask_of
 from tvm_attn._flashinfer.prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from tvm_attn._flashinfer.prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
-from tvm_attn.errors import ShapeError
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -102,8 +100,6 @@ def single_prefill_with_kv_cache(
         If an argument is wrong; the message names it.
     """
     check_backend(backend)
-    if check_buffer(q, "q").ndim != 3:
-        raise ShapeError(f"q has shape {tuple(q.shape)}, expected [qo_len, num_qo_heads, head_dim]")
     mask = mask_of(custom_mask, packed_custom_mask)
     options = Options(causal, window_left, logits_soft_cap, pos_encoding_mode, sm_scale, mask)
     return attend_once(

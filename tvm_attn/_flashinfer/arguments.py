@@ -28,6 +28,7 @@ __all__ = [
     "check_layout",
     "check_lengths",
     "check_stride_variant",
+    "data_types",
     "implemented_except",
     "index_array",
     "kv_lengths",
@@ -136,6 +137,16 @@ def check_lengths(name: str, given: IndexArray, lengths: torch.Tensor) -> None:
             f"{name} is {array.tolist()}, but the index arrays give {lengths.tolist()}; "
             "leave it out, or make them agree"
         )
+
+
+def data_types(
+    q_data_type: str | torch.dtype | None,
+    kv_data_type: str | torch.dtype | None,
+    o_data_type: str | torch.dtype | None,
+    data_type: str | torch.dtype | None,
+) -> tuple[Any, Any, Any]:
+    """Return the dtypes of q, K and V, and out; `data_type` stands in for those that are None."""
+    return q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type
 
 
 def kv_lengths(kv_indptr: IndexArray, kv_last_page_len: IndexArray, page_size: int) -> torch.Tensor:

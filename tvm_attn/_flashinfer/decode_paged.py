@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -14,34 +13,17 @@ from tvm_attn._flashinfer.arguments import (
     Result,
     Scale,
     check_lengths,
+    data_types,
     implemented_except,
     kv_lengths,
     on_host,
 )
+from tvm_attn._flashinfer.decode_positional import with_positional
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, split_tokens
 from tvm_attn._flashinfer.wrapper import PagedWrapper
 from tvm_attn.errors import PlanError
-
-POSITIONAL = (
-    "pos_encoding_mode",
-    "window_left",
-    "logits_soft_cap",
-    "q_data_type",
-    "kv_data_type",
-    "o_data_type",
-    "data_type",
-    "sm_scale",
-    "rope_scale",
-    "rope_theta",
-    "non_blocking",
-    "block_tables",
-    "seq_lens",
-    "fixed_split_size",
-    "disable_split_kv",
-    "q_len_per_req",
-)
-"""Arguments of plan() after page_size, in the order they may still be given by position."""
+from tvm_attn.runtime.device import CPU
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -134,7 +116,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Parameters are those of `plan`.
         """
-        dtypes = _dtypes(q_data_type, kv_data_type, o_data_type, data_type)
+        dtypes = data_types(q_data_type, kv_data_type, o_data_type, data_type)
         spec = self._spec((num_qo_heads, num_kv_heads, head_dim, None), dtypes, page_size)
         options = Options(
             window_left=window_left,
@@ -181,7 +163,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
         if deprecated_positional_args:
-            kwargs = _with_positional(deprecated_positional_args, kwargs)
+            kwargs = with_positional(deprecated_positional_args, kwargs)
         self._plan(
             indptr,
             indices,
@@ -228,13 +210,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
-        if q_len_per_req < 1:
-            raise PlanError(f"q_len_per_req={q_len_per_req} must be at least 1")
         indptr, indices, last_page_len = on_host(indptr, indices, last_page_len)
         if seq_lens is not None:
             check_lengths("seq_lens", seq_lens, kv_lengths(indptr, last_page_len, page_size))
-        dtypes = _dtypes(q_data_type, kv_data_type, o_data_type, data_type)
-        spec = self._spec((num_qo_heads, num_kv_heads, head_dim, None), dtypes, page_size)
         options = Options(
             causal=q_len_per_req > 1 if is_causal is None else is_causal,
             window_left=window_left,
@@ -242,19 +220,42 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             pos_encoding_mode=pos_encoding_mode,
             sm_scale=sm_scale,
         )
-        batch = len(last_page_len)
-        qo_indptr = torch.arange(0, batch * q_len_per_req + 1, q_len_per_req, dtype=torch.int32)
-        largest = batch if self._graph is None else self._graph.max_batch
-        if self._graph is not None:
-            self._max_qo_len = self._max_qo_len or q_len_per_req
-        self._plan_batch(
-            spec,
+        self.plan_requests(
+            (indptr, indices, last_page_len),
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            data_types(q_data_type, kv_data_type, o_data_type, data_type),
             options,
-            (qo_indptr, indptr, indices, last_page_len),
             split_tokens(fixed_split_size, disable_split_kv, page_size),
-            largest * q_len_per_req,
+            q_len_per_req,
         )
-        self._q_len_per_req = q_len_per_req
+
+    def plan_requests(
+        self,
+        table: tuple[Any, ...],
+        shape: tuple[int, int, int, int],
+        dtypes: tuple[Any, Any, Any],
+        options: Options,
+        split: int | None,
+        q_len: int,
+    ) -> None:
+        """Plan requests of so many query tokens each, there where their page table is.
+
+        `shape` is (num_qo_heads, num_kv_heads, head_dim, page_size), `dtypes` those of q, kv and o.
+        """
+        if q_len < 1:
+            raise PlanError(f"q_len_per_req={q_len} must be at least 1")
+        num_qo_heads, num_kv_heads, head_dim, page_size = shape
+        spec = self._spec((num_qo_heads, num_kv_heads, head_dim, None), dtypes, page_size)
+        batch, graph = len(table[2]), self._graph
+        indptr = table[0]
+        there = isinstance(indptr, torch.Tensor) and indptr.is_cuda
+        qo_indptr = query_indptr(batch, q_len, indptr.device if there else CPU)
+        largest = batch if graph is None else graph.max_batch
+        if graph is not None:
+            self._max_qo_len = self._max_qo_len or q_len
+        plan = self._plan_there if there else self._plan_batch
+        plan(spec, options, (qo_indptr, *table), split, largest * q_len)
+        self._q_len_per_req = q_len
 
     @implemented_except("rope_scale", "rope_theta")
     def forward(
@@ -368,28 +369,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
 
-def _dtypes(
-    q_data_type: str | torch.dtype | None,
-    kv_data_type: str | torch.dtype | None,
-    o_data_type: str | torch.dtype | None,
-    data_type: str | torch.dtype | None,
-) -> tuple[Any, Any, Any]:
-    """Return the dtypes of q, K and V, and out; `data_type` stands in for those that are None."""
-    return q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type
-
-
-def _with_positional(given: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of plan() with those that older callers give by position."""
-    method = "BatchDecodeWithPagedKVCacheWrapper.plan()"
-    if len(given) > len(POSITIONAL):
-        raise TypeError(
-            f"{method} takes at most {len(POSITIONAL)} arguments after page_size, got {len(given)}"
-        )
-    named = dict(zip(POSITIONAL, given, strict=False))
-    twice = named.keys() & kwargs.keys()
-    if twice:
-        raise TypeError(f"{method} got multiple values for argument {min(twice)!r}")
-    warnings.warn(
-        f"{method}: give the arguments after page_size by name", DeprecationWarning, stacklevel=3
-    )
-    return named | kwargs
+@functools.cache
+def query_indptr(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """Return the row pointer of requests of so many query tokens each; graphs may read it."""
+    return torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=device)

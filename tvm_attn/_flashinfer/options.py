@@ -14,6 +14,7 @@ from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout, s
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
 from tvm_attn.runtime.device import CPU, on_device
 from tvm_attn.runtime.module import AttentionModule
+from tvm_attn.runtime.plan import Plan
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import AttentionVariant
 
@@ -122,6 +123,23 @@ def attend_once(
 
     q is ``[qo_len, num_qo_heads, head_dim_qk]``; k and v have 3 axes in their layout's order.
     """
+    kernel, plan = plan_once(q, k, v, kv_layout, options, o_dtype, backend)
+    return run_once(kernel, plan, q, k, v, options, **given)
+
+
+def plan_once(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str,
+    options: Options,
+    o_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    held: Plan | None = None,
+) -> tuple[AttentionModule, Plan]:
+    """Return the kernel and the plan of one request: `held`, if it is for one like it."""
+    if check_buffer(q, "q").ndim != 3:
+        raise ShapeError(f"q has shape {tuple(q.shape)}, expected [qo_len, num_qo_heads, head_dim]")
     for name, tensor in (("k", k), ("v", v)):
         if check_buffer(tensor, name).ndim != 3:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected 3 axes")
@@ -138,10 +156,35 @@ def attend_once(
         page_size=None,
     )
     kernel = kernel_for(spec, options.features, q.device, schedule_of(backend, q.device))
-    indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (len(q), k.shape[token_axis]))
+    lengths = len(q), k.shape[token_axis]
+    if held is not None and _serves(held, kernel, lengths, options):
+        return kernel, held
+    indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
     with on_device(q.device):
-        plan = kernel.plan(*indptrs, **options.plan_params())
-    params = options.run_params(spec.num_qo_heads, q.device)
+        return kernel, kernel.plan(*indptrs, **options.plan_params())
+
+
+def _serves(
+    held: Plan, kernel: AttentionModule, lengths: tuple[int, int], options: Options
+) -> bool:
+    """Whether the plan of one request is that of another."""
+    if held.owner is not kernel or options.custom_mask is not None:
+        return False
+    window = held.params.get("window_left", [-1])
+    return (held.nnz_qo, held.num_kv_tokens) == lengths and window == [options.window_left]
+
+
+def run_once(
+    kernel: AttentionModule,
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    **given: Any,
+) -> Result:
+    """Run one request that `plan_once` planned; `given` are arguments of `AttentionModule.run`."""
+    params = options.run_params(kernel.spec.num_qo_heads, q.device)
     return kernel.run(plan, q, (k, v), **params, **given)
 
 

@@ -119,6 +119,35 @@ class Wrapper:
                 *on_host(*arrays), limits=limits, max_qo_len=self._max_qo_len, out=held, **given
             )
 
+    def _plan_there(
+        self,
+        spec: AttentionSpec,
+        options: Options,
+        arrays: tuple[Any, ...],
+        split: int | None,
+        max_qo_tokens: int,
+    ) -> None:
+        """Plan a batch in graph mode whose arrays are on the GPU there, waiting for nothing.
+
+        The plan held is replaced, which is what a graph has captured; the caller's buffers stay.
+        """
+        kernel, graph = self._kernel_of(spec, options.features), self._graph
+        if graph is None:
+            raise PlanError("a batch is planned on its GPU in graph mode alone")
+        limits = graph.limits(self._max_qo_tokens or max_qo_tokens, spec.page_size or 1)
+        given = {"fixed_split_size": split, **options.plan_params()}
+        with on_device(self.device):
+            planned = kernel.plan(
+                *arrays,
+                limits=limits,
+                max_qo_len=self._max_qo_len,
+                out=self._to_replace(kernel),
+                **given,
+            )
+        self._max_qo_tokens = limits.max_qo_tokens
+        self._adopt(kernel, planned, options)
+        self._split = split
+
     def _to_replace(self, kernel: AttentionModule) -> Plan | None:
         """Return the plan held, if it is `kernel`'s: replanning in place reuses its memory."""
         planned = self._planned
