@@ -17,7 +17,7 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
-from tvm_attn.runtime.device import CPU, on_device
+from tvm_attn.runtime.device import CPU, on_device, stream_handle
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
@@ -116,23 +116,22 @@ class CudaMachine:
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if memory is not None:
             memory.fill(plan)
-            given = (memory.ones, stream, memory.memory, memory)
-            return Placement(device, memory.launches, plan.params, *given)
-        partials = [
-            partial_states(self._spec, work.family, work.num_slots, workspace, device)
-            for work in plan.work
-        ]
+            held = (memory.ones, stream, memory.memory, memory)
+            return Placement(device, memory.launches, plan.params, *held)
+        slots = [(work.family, work.num_slots) for work in plan.work]
+        partials = partial_states(self._spec, slots, workspace, device)
         arrivals = [np.zeros(len(work.merge_items), np.int32) for work in plan.work]
         lists = [array for work in plan.work for array in work.arrays]
         params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
         copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])
+        given = zip(plan.work, partials, arrivals, strict=True)
         launches = [
             Launch(
                 work.family.name,
                 tuple(map(copies.of, (*work.arrays, *plan.batch))),
-                (*states, copies.of(counters), *work.family.arguments),
+                (*states, copies.of(counters), *work.family.arguments(follows=place > 0)),
             )
-            for work, states, counters in zip(plan.work, partials, arrivals, strict=True)
+            for place, (work, states, counters) in enumerate(reversed(list(given)))
         ]
         return Placement(
             device,
@@ -180,10 +179,13 @@ class CudaMachine:
 
     def ready(self, plan: Plan) -> Guard:
         """Load the kernels, and have the plan's arrays on the current stream of its device."""
-        device = plan.device
+        placement = plan.placement
+        device = placement.device
         if device not in self._ready:
             self._prepare(device)
-        plan.placement.follow(torch.cuda.current_stream(device))
+        used = placement.stream
+        if used is None or used.cuda_stream != stream_handle(device):
+            placement.follow(torch.cuda.current_stream(device))
         return None if torch.cuda.current_device() == device.index else on_device(device)
 
     def describe(self) -> str:

@@ -58,6 +58,7 @@ class Executor:
         self._q_dtype, self._kv_dtype, self._o_dtype = (
             getattr(torch, str(d)) for d in (spec.q_dtype, spec.kv_dtype, spec.o_dtype)
         )
+        self._is_like_q = (spec.dim_vo, self._o_dtype) == (spec.head_dim_qk, self._q_dtype)
         self._sm_scale = 1.0 / math.sqrt(spec.head_dim_qk)
         self._cache_shapes = tuple(self._cache_shape(d) for d in (spec.head_dim_qk, spec.dim_vo))
         self._head_scales = HeadScales(spec.num_kv_heads)
@@ -86,14 +87,16 @@ class Executor:
         values = self._values(plan, params) if params or self._params else []
         factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
         if out is None:
-            heads, dim = spec.num_qo_heads, spec.dim_vo
-            out = torch.empty(nnz, heads, dim, dtype=self._o_dtype, device=device)
+            out = self._output(q)
         else:
             check_tensor("out", out, (nnz, spec.num_qo_heads, spec.dim_vo), self._o_dtype, device)
-        if lse is None:
-            lse = torch.empty(nnz, spec.num_qo_heads, dtype=torch.float32, device=device)
+        shape = (nnz, spec.num_qo_heads)
+        if lse is None and not return_lse:
+            lse = placement.unread_lse(shape)
+        elif lse is None:
+            lse = torch.empty(shape, dtype=torch.float32, device=device)
         else:
-            check_tensor("lse", lse, (nnz, spec.num_qo_heads), torch.float32, device)
+            check_tensor("lse", lse, shape, torch.float32, device)
             if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
                 raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
         if self._needs_rows:
@@ -109,7 +112,7 @@ class Executor:
         self, placement: Placement, inputs: Tensors, values: tuple[Any, ...], outputs: Tensors
     ) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
         """Yield every kernel to launch with its arguments, in the order of the definition's."""
-        for launch in placement.launches:
+        for launch in placement.packed[1]:
             arguments = (*inputs, *launch.indices, *values, *launch.partials, *outputs)
             yield self._kernels[launch.family], arguments
 
@@ -132,6 +135,14 @@ class Executor:
                 kernel(*arguments)
 
         return launch
+
+    def _output(self, q: torch.Tensor) -> torch.Tensor:
+        """Return room for the outputs of queries."""
+        if self._is_like_q and q.is_contiguous():
+            return torch.empty_like(q)
+        spec = self._spec
+        shape = (q.shape[0], spec.num_qo_heads, spec.dim_vo)
+        return torch.empty(shape, dtype=self._o_dtype, device=q.device)
 
     def _values(self, plan: Plan, params: Mapping[str, Any]) -> list[Any]:
         sizes = {**self._heads, "batch": plan.batch_size}
@@ -195,7 +206,7 @@ class Executor:
     def _factors(
         self, placement: Placement, sm_scale: Any, q_scale: Any, k_scale: Any, v_scale: Any
     ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        ones, of_heads = placement.ones, self._head_scales.of
+        ones, of_heads = placement.packed[0], self._head_scales.of
         return (
             ones if k_scale is None else of_heads("k_scale", k_scale, placement),
             ones if v_scale is None else of_heads("v_scale", v_scale, placement),
@@ -206,7 +217,7 @@ class Executor:
 
 def _not_empty(cache: torch.Tensor) -> torch.Tensor:
     """Return a cache that has an address, if only of one page: a GPU must be able to copy it."""
-    return cache if len(cache) else cache.new_zeros(1, *cache.shape[1:])
+    return cache if cache.shape[0] else cache.new_zeros(1, *cache.shape[1:])
 
 
 def check_tensor(
@@ -240,6 +251,9 @@ def check_tensor(
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    return len(given) == len(shape) and all(
-        want is None or want == size for want, size in zip(shape, given, strict=True)
-    )
+    if len(given) != len(shape):
+        return False
+    for want, size in zip(shape, given, strict=True):  # in a loop, which is faster than all()
+        if want != size and want is not None:
+            return False
+    return True

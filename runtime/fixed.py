@@ -117,10 +117,9 @@ class FixedMemory:
             for name, shape in scratch_sizes(of_family).items():
                 shapes[family, name] = shape
         self.room = Room(device, shapes)
-        self._partials = {
-            family: partial_states(spec, family, of_family.slots, workspace, device)
-            for family, of_family in counts.items()
-        }
+        slots = [(family, of_family.slots) for family, of_family in counts.items()]
+        states = partial_states(spec, slots, workspace, device)
+        self._partials = dict(zip(counts, states, strict=True))
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
@@ -130,7 +129,7 @@ class FixedMemory:
 
     @property
     def launches(self) -> list[Launch]:
-        """One launch of each family, which reads what is copied here."""
+        """One launch of each family, the last one first, which reads what is copied here."""
         of = self.room.of
         batch = tuple(of(name) for name in BATCH)
         lists = ("items", "cta_indptr", "merge_items", "merge_indptr")
@@ -138,9 +137,13 @@ class FixedMemory:
             Launch(
                 family.name,
                 (*(of((family, name)) for name in lists), *batch),
-                (*self._partials[family], of((family, "arrivals")), *family.arguments),
+                (
+                    *self._partials[family],
+                    of((family, "arrivals")),
+                    *family.arguments(follows=place > 0),
+                ),
             )
-            for family in self.counts
+            for place, family in enumerate(reversed(self.counts))
         ]
 
     def fill(self, plan: Plan) -> None:

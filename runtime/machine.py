@@ -120,10 +120,13 @@ class CpuMachine:
         memory: FixedMemory | None,
     ) -> Placement:
         """Return the plan's own arrays: kernels read them where they are."""
-        launches = []
-        for work in plan.work:
-            partials = partial_states(self._spec, work.family, work.num_slots, workspace, CPU)
-            launches.append(Launch(work.family.name, (*work.arrays, *plan.batch), partials))
+        slots = [(work.family, work.num_slots) for work in plan.work]
+        launches = [
+            Launch(work.family.name, (*work.arrays, *plan.batch), partials)
+            for work, partials in zip(
+                plan.work, partial_states(self._spec, slots, workspace, CPU), strict=True
+            )
+        ]
         return Placement(CPU, launches, plan.params, self._ones)
 
     def plan_there(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Placement:
     device : torch.device
         Where they are: on the host numpy arrays, on a GPU tensors in one block.
     launches : list of Launch
-        One for each family that has work.
+        One for each family that has work; on a GPU, those of most rows are first, and what follows
+        fills the multiprocessors that they leave.
     params : dict of str to list
         Kernel arguments of the plan-time parameters, by parameter.
     ones : torch.Tensor
@@ -55,6 +57,39 @@ class Placement:
     stream: torch.cuda.Stream | None = None
     memory: tuple[torch.Tensor, ...] = ()
     fixed: FixedMemory | None = None
+    _unread: torch.Tensor | None = None
+
+    @cached_property
+    def packed(self) -> tuple[Any, list[Launch]]:
+        """`ones` and `launches` with what is on a GPU as tensors that are passed fastest."""
+        if self.device.type != "cuda":
+            return self.ones, self.launches
+        import tvm_ffi
+
+        def pack(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(
+                tvm_ffi.from_dlpack(value) if isinstance(value, torch.Tensor) else value
+                for value in values
+            )
+
+        [ones] = pack((self.ones,))
+        return ones, [Launch(each[0], *map(pack, each[1:])) for each in self.launches]
+
+    def unread_lse(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Return room for an LSE that nobody reads, kept for other runs on the same stream.
+
+        What a graph writes lives as long as the graph: while one is captured, it is its own.
+        """
+        if self._unread is not None and self._unread.shape == shape and not self._is_captured():
+            return self._unread
+        unread = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if not self._is_captured():
+            self._unread = unread
+        return unread
+
+    def _is_captured(self) -> bool:
+        """Whether a graph is captured on the current stream, of the plan's device."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.
@@ -67,6 +102,7 @@ class Placement:
         stream.wait_stream(self.stream)
         for memory in self.memory:
             memory.record_stream(stream)
+        self._unread = None
         self.stream = stream
 
 

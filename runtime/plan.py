@@ -48,10 +48,9 @@ class Family:
     cached_tokens: int = 0
     cluster: int = 0
 
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """What the kernel is told besides the plan."""
-        return (self.cluster,) if self.cluster else ()
+    def arguments(self, follows: bool) -> tuple[int, ...]:
+        """Return what the kernel is told besides the plan; it may follow another one of its run."""
+        return (self.cluster, int(follows)) if self.cluster else ()
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> list[Family]:

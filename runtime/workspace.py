@@ -166,31 +166,46 @@ def partial_words(spec: AttentionSpec, family: Family) -> int:
 
 def partial_states(
     spec: AttentionSpec,
-    family: Family,
-    slots: int,
+    slots: Sequence[tuple[Family, int]],
     workspace: torch.Tensor | None,
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return ``partial_o [slots, rows, head_dim_vo]`` and ``partial_lse [slots, rows]``, float32.
 
-    They are taken from the caller's `workspace` if there is one.
+    `slots` are those of each family, whose kernels may run at the same time. They are taken from
+    the caller's `workspace` if there is one; there, a family in clusters has another's place.
 
     Raises
     ------
     WorkspaceError
         If `workspace` is too small; the message has both sizes in bytes.
     """
-    if workspace is not None:
-        _check_workspace(workspace, device)
+    if workspace is None:
+        return [_states(spec, family, count, device, None) for family, count in slots]
+    _check_workspace(workspace, device)
+    words: dict[str, int] = {}
+    for family, count in slots:
+        size = count * partial_words(spec, family)
+        words[family.name] = max(words.get(family.name, 0), size)
+    parts = torch.split(_as_floats(workspace, sum(words.values())), list(words.values()))
+    by_name = dict(zip(words, parts, strict=True))
+    return [_states(spec, family, count, device, by_name[family.name]) for family, count in slots]
+
+
+def _states(
+    spec: AttentionSpec,
+    family: Family,
+    slots: int,
+    device: torch.device,
+    memory: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the partial states of one family, in memory of its own or in what is given."""
     if slots == 0:
         return _no_states(family.rows, spec.dim_vo, device)
-    words = slots * partial_words(spec, family)
-    if workspace is None:
-        flat = torch.empty(words, dtype=torch.float32, device=device)
-    else:
-        flat = _as_floats(workspace, words)
-    o = flat[: slots * family.rows * spec.dim_vo].view(slots, family.rows, spec.dim_vo)
-    return o, flat[slots * family.rows * spec.dim_vo :].view(slots, family.rows)
+    size, split = slots * partial_words(spec, family), slots * family.rows * spec.dim_vo
+    flat = torch.empty(size, dtype=torch.float32, device=device) if memory is None else memory
+    o = flat[:split].view(slots, family.rows, spec.dim_vo)
+    return o, flat[split:size].view(slots, family.rows)
 
 
 @functools.cache

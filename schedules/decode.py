@@ -22,6 +22,7 @@ from tvm_attn.schedules.primitives.fragments import LEFT, Lane
 from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
 from tvm_attn.schedules.primitives.join import store_state
 from tvm_attn.schedules.primitives.overlap import (
+    end_after_previous,
     let_next_begin,
     overlapping,
     wait_for_previous,
@@ -49,8 +50,8 @@ from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.worklist import NO_SLOT
 
-NUM_OUTPUTS = 6
-"""Trailing parameters: partial_o, partial_lse, arrivals, size, out, lse."""
+NUM_OUTPUTS = 7
+"""Trailing parameters: partial_o, partial_lse, arrivals, size, follows, out, lse."""
 
 
 @T.inline
@@ -134,7 +135,7 @@ def attention(
     -------
     tvm.tirx.PrimFunc
         Parameters as of `tvm_attn.schedules.sm80.attention`, and after arrivals ``size``: how many
-        CTAs share each item.
+        CTAs share each item, and ``follows``: 1 if another kernel of the run was launched before.
     """
 
     @T.prim_func(check_well_formed=False)
@@ -161,6 +162,7 @@ def attention(
         partial_lse_h: T.handle,
         arrivals_h: T.handle,
         size: T.int32,
+        follows: T.int32,
         out_h: T.handle,
         lse_h: T.handle,
     ):
@@ -200,10 +202,9 @@ def attention(
         pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
         reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
         runs = T.meta_var(run_bits(spec, tile, pages))
-        who = T.meta_var(
-            (thread, warp, lane, shared, registers, queries, pages, reciprocal, runs, size, rank)
-        )
-        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who))
+        who = T.meta_var((thread, warp, lane, shared, registers, queries))
+        where = T.meta_var((pages, reciprocal, runs, size, rank, follows))
+        cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who, *where))
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
@@ -236,6 +237,7 @@ def attention(
                 if t < end:
                     arrive_at_cluster()
         wait_for_copies()
+        end_after_previous(cta)
 
     function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
     return overlapping(function, in_clusters=bool(tile.clusters)) if tile.overlaps else function

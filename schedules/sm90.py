@@ -63,6 +63,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     meet,
 )
 from tvm_attn.schedules.primitives.merge import merge_unit
+from tvm_attn.schedules.primitives.overlap import let_next_begin
 from tvm_attn.schedules.primitives.scores import may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
@@ -331,6 +332,7 @@ def attention(
         copier = T.meta_var(
             Cta(spec, hooks, tile, scales, thread, thread // WARP, lane, shared, None)
         )
+        let_next_begin(copier)
         divide_by_page_size(copier, CacheAccess.of(spec, given.batch, given.k))
         if thread == 0:
             shared.initialise()

@@ -90,6 +90,11 @@ class HopperTile:
         return None
 
     @property
+    def overlaps(self) -> bool:
+        """Whether kernels may begin before it ends."""
+        return True
+
+    @property
     def rows(self) -> int:
         """Fused query rows of an item."""
         return CONSUMERS * WARPGROUP_ROWS

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tvm_attn import pipeline
-from tvm_attn.bench import decode
+from tvm_attn import pipeline, reference
+from tvm_attn.bench import decode, mixed
 from tvm_attn.bench.decode_rows import FP8, Row, rows
 from tvm_attn.bench.timing import Work
 from tvm_attn.runtime.module import AttentionModule
@@ -105,3 +105,32 @@ def test_no_read_is_smaller_than_the_published_ones() -> None:
     small, large = (torch.zeros(4, size, dtype=torch.bfloat16) for size in (2**10, 2**18))
     read = decode._joined([(small, small), (large, large)])
     assert [len(x) for x in read] == [decode.LEAST_READ, 2 * large.nbytes]
+
+
+def test_mixed_rows_are_decoding_with_a_chunk() -> None:
+    every = list(mixed.rows())
+    assert [row.name for row in every][:2] == [
+        "1x512@512+63x2048 32/8 page16",
+        "1x512@8192+63x2048 32/8 page16",
+    ]
+    assert all(row.qo_lens == [row.chunk, *[1] * 63] for row in every)
+    assert every[1].needed == pytest.approx(126.1 / 244.4)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_mixed_row_is_measured_and_all_its_queries_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(SMALL, group="mixed", chunk=30)
+    checked: list[int] = []
+    check = reference.check_accuracy
+
+    def spy(out: torch.Tensor, *args: torch.Tensor, name: str) -> None:
+        checked.append(len(out))
+        check(out, *args, name=name)
+
+    monkeypatch.setattr(reference, "check_accuracy", spy)
+    monkeypatch.setattr(mixed, "rows", lambda: iter([small]))
+    assert mixed.main(["--target", "llvm", "--rounds", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "OK"
+    assert sorted(checked) == [1, 30]

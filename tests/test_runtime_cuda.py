@@ -136,8 +136,9 @@ def test_what_kernels_read_is_the_plan(batch: Batch, name: str) -> None:
     plan = planned(for_gpu(name, SPEC), name, batch)
     placement = plan.placement
     assert plan.device == torch.device("cpu")
-    assert [launch.family for launch in placement.launches] == [w.family.name for w in plan.work]
-    for launch, work in zip(placement.launches, plan.work, strict=True):
+    last_first = plan.work[::-1]
+    assert [launch.family for launch in placement.launches] == [w.family.name for w in last_first]
+    for launch, work in zip(placement.launches, last_first, strict=True):
         for placed, array in zip(launch.indices, (*work.arrays, *plan.batch), strict=True):
             assert placed.dtype == torch.int32
             assert placed.is_contiguous()
@@ -174,11 +175,15 @@ def test_replanning_replaces_everything(batch: Batch) -> None:
 
 def test_partial_states_are_in_the_callers_workspace(batch: Batch) -> None:
     module = for_gpu("full", SPEC)
-    size, _ = module.workspace_size(PlanLimits(10, 100, 4000))
+    size, _ = module.workspace_size(PlanLimits(10, 100, 4000), fixed_split_size=4)
     workspace = torch.empty(size, dtype=torch.uint8)
     begin, end = workspace.data_ptr(), workspace.data_ptr() + size
-    o, lse, _ = module.plan(batch.fmt, workspace=workspace).partials[0]
-    assert begin <= o.data_ptr() < lse.data_ptr() < end
+    plan = module.plan(batch.fmt, workspace=workspace, fixed_split_size=4)
+    parts = sorted((x.data_ptr(), x.nbytes) for states in plan.partials for x in states[:2])
+    assert len(parts) == 4, "two launches, which may run at the same time"
+    ends = [address + size for address, size in parts]
+    assert begin == parts[0][0] and ends[-1] <= end
+    assert all(a <= b for a, (b, _) in zip(ends, parts[1:], strict=False))
     with pytest.raises(WorkspaceError, match="64 bytes"):
         module.plan(batch.fmt, workspace=workspace[:64])
     with pytest.raises(ShapeError, match="workspace is on meta, the kernel runs on the CPU"):

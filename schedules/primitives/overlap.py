@@ -3,6 +3,10 @@
 Programmatic dependent launch (sm_90 on): what the kernel before may have written or may still read
 is not touched until `wait_for_previous`. A plan's arrays are neither: copies brought them, or the
 device's planner, which lets no kernel begin before it ends.
+
+Kernels of one run have nothing to do with one another. One that `follows` another of its run begins
+where that one leaves room: all of the other's CTAs have begun by then, so that what came before the
+run is done. It waits when it ends, for kernels to come, which wait for the last one alone.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ def let_next_begin(cta):
 
 @T.inline
 def wait_for_previous(cta):
-    """Wait until the kernel before this one is done."""
+    """Wait until the kernel before this one is done, unless this one follows it in a run."""
+    if cta.tile.overlaps:
+        if cta.follows == 0:
+            T.ptx.griddepcontrol.wait()
+
+
+@T.inline
+def end_after_previous(cta):
+    """Wait until the kernel before this one is done, as it is if this one has waited for it."""
     if cta.tile.overlaps:
         T.ptx.griddepcontrol.wait()
 

@@ -129,6 +129,7 @@ class StreamingCta(Cta):
     run_bits: Expr
     cluster: Expr
     rank: Expr
+    follows: Expr
 
     @property
     def is_widened(self) -> bool:

@@ -68,7 +68,7 @@ def spec_of(row: Row) -> AttentionSpec:
 
 def problem_of(row: Row) -> Problem:
     """Draw a row's queries, and as many caches as it takes."""
-    table = page_table([row.qo_len] * len(row.kv_lens), list(row.kv_lens), row.page_size)
+    table = page_table(row.qo_lens, list(row.kv_lens), row.page_size)
     dtype = getattr(torch, row.kv_dtype)
     shape = (len(table[2]), row.page_size, row.num_kv_heads, HEAD_DIM)
     cache_bytes = 2 * math.prod(shape) * dtype.itemsize
@@ -78,7 +78,7 @@ def problem_of(row: Row) -> Problem:
         return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
     caches = [(random(*shape).to(dtype), random(*shape).to(dtype)) for _ in range(count)]
-    return Problem(table, random(len(row.kv_lens) * row.qo_len, row.num_qo_heads, HEAD_DIM), caches)
+    return Problem(table, random(sum(row.qo_lens), row.num_qo_heads, HEAD_DIM), caches)
 
 
 def ours(row: Row, kernel: AttentionModule, problem: Problem) -> Work:
@@ -103,7 +103,7 @@ def check(row: Row, problem: Problem, request: int, out: torch.Tensor) -> None:
     begin, end = problem.table[1][request : request + 2].tolist()
     pages = problem.table[2][begin:end].long().to(DEVICE)
     k, v = (x[pages].flatten(0, 1)[: row.kv_lens[request]] for x in problem.caches[0])
-    mine = slice(request * row.qo_len, (request + 1) * row.qo_len)
+    mine = slice(*problem.table[0][request : request + 2].tolist())
     exact, eager = (
         reference.attention(
             problem.q[mine],
@@ -178,10 +178,9 @@ def builder(chosen: Sequence[Row], target: str) -> Build:
     return lambda row: pipeline.build(spec_of(row), causal(), target)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str, groups: Sequence[str]) -> argparse.ArgumentParser:
     """Return what reads the arguments."""
-    made = argparse.ArgumentParser(prog="tvm-attn bench decode", description=__doc__)
-    groups = list(dict.fromkeys(row.group for row in rows()))
+    made = argparse.ArgumentParser(prog=prog, description=__doc__)
     made.add_argument("--only", choices=groups, help="run one group")
     made.add_argument("--match", default="", help="run the rows whose name has this regex")
     made.add_argument("--most", type=float, default=math.inf, help="up to so many us of reading")
@@ -194,10 +193,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print its rows; returns 1 if one of them is behind or wrong."""
-    options = parser().parse_args(argv)
+    return run("tvm-attn bench decode", list(rows()), argv)
+
+
+def run(prog: str, every: Sequence[Row], argv: list[str] | None) -> int:
+    """Run a benchmark, of the rows that the arguments choose."""
+    options = parser(prog, list(dict.fromkeys(row.group for row in every))).parse_args(argv)
     chosen = [
         row
-        for row in rows()
+        for row in every
         if options.only in (None, row.group)
         and re.search(options.match, row.name)
         and row.floor <= options.most

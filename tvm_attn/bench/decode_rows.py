@@ -25,7 +25,7 @@ class Row:
     Parameters
     ----------
     group : str
-        ``"decode"``, ``"skew"``, ``"lengths"``, ``"pages"``, ``"heads"``, ``"draft"`` or ``"fp8"``.
+        ``"decode"``, ``"mixed"``, ``"skew"``, ``"lengths"``, ``"pages"``, ``"heads"``, ``"draft"`` or ``"fp8"``.
     batch : str
         Its name.
     kv_lens : tuple of int
@@ -40,6 +40,8 @@ class Row:
         Of the cache.
     qo_len : int
         Query tokens of each request.
+    chunk : int
+        Query tokens of the first request, if it is a chunk of a prefill.
     """
 
     group: str
@@ -52,6 +54,13 @@ class Row:
     kv_dtype: str = "bfloat16"
     page_size: int = 16
     qo_len: int = 1
+    chunk: int = 0
+
+    @property
+    def qo_lens(self) -> list[int]:
+        """Return the query tokens of each request."""
+        first, *others = (self.qo_len for _ in self.kv_lens)
+        return [self.chunk or first, *others]
 
     @property
     def name(self) -> str:
