@@ -24,7 +24,7 @@ from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.params import NO_LENGTHS, plan_values
 from tvm_attn.runtime.placement import Launch, Placement, is_capturing
-from tvm_attn.runtime.plan import Family, Plan
+from tvm_attn.runtime.plan import Family, Plan, in_order
 from tvm_attn.runtime.staging import Copies
 from tvm_attn.runtime.workspace import family_counts, partial_states
 from tvm_attn.spec import AttentionSpec, Param
@@ -124,15 +124,14 @@ class CudaMachine:
         lists = [array for work in plan.work for array in work.arrays]
         params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
         copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])
-        given = zip(plan.work, partials, arrivals, strict=True)
-        launches = [
-            Launch(
-                work.family.name,
-                tuple(map(copies.of, (*work.arrays, *plan.batch))),
-                (*states, copies.of(counters), *work.family.arguments(follows=place > 0)),
-            )
-            for place, (work, states, counters) in enumerate(reversed(list(given)))
-        ]
+        families = [work.family for work in plan.work]
+        given = dict(zip(families, zip(plan.work, partials, arrivals, strict=True), strict=True))
+        launches: list[Launch] = []
+        for family in in_order(families):
+            work, states, counters = given[family]
+            told = family.arguments(follows=bool(launches))
+            indices = tuple(map(copies.of, (*work.arrays, *plan.batch)))
+            launches.append(Launch(family.name, indices, (*states, copies.of(counters), *told)))
         return Placement(
             device,
             launches,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +26,7 @@ def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeErr
     return ShapeError(f"{name} is on {tensor.device}, the kernel runs on {where}; move it there")
 
 
-def check_rows(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_rows(**tensors: torch.Tensor) -> None:
     """Raise `ShapeError` if a row of a tensor, its innermost axis, begins between 16 bytes.
 
     Head dims are multiples of 16: rows of a contiguous tensor do if the first one does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 
 Kernel = Callable[..., Any]
 Scales = tuple[Any, Any, Any, Any]
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Executor:
@@ -77,44 +76,33 @@ class Executor:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention; see `AttentionModule.run`."""
         spec, nnz, placement = self._spec, plan.nnz_qo, plan.placement
-        device = placement.device
+        device, heads = placement.device, spec.num_qo_heads
         k, v = self._caches(kv, plan)
-        check_tensor("q", q, (nnz, spec.num_qo_heads, spec.head_dim_qk), self._q_dtype, device)
+        check_tensor("q", q, (nnz, heads, spec.head_dim_qk), self._q_dtype, device)
         if not self._use_softmax and (return_lse or lse is not None):
             raise VariantError("without softmax there is no LSE; run without return_lse and lse")
         if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
             raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
-        values = self._values(plan, params) if params or self._params else []
+        values = self._values(plan, params) if params or self._params else ()
         factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
         if out is None:
             out = self._output(q)
         else:
-            check_tensor("out", out, (nnz, spec.num_qo_heads, spec.dim_vo), self._o_dtype, device)
-        shape = (nnz, spec.num_qo_heads)
-        if lse is None and not return_lse:
-            lse = placement.unread_lse(shape)
-        elif lse is None:
-            lse = torch.empty(shape, dtype=torch.float32, device=device)
-        else:
-            check_tensor("lse", lse, shape, torch.float32, device)
+            check_tensor("out", out, (nnz, heads, spec.dim_vo), self._o_dtype, device)
+        if lse is not None:
+            check_tensor("lse", lse, (nnz, heads), torch.float32, device)
             if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
                 raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
+        elif return_lse:
+            lse = torch.empty((nnz, heads), dtype=torch.float32, device=device)
+        else:
+            lse = placement.unread_lse((nnz, heads))
         if self._needs_rows:
-            k, v = (_not_empty(cache) for cache in (k, v))
-            check_rows({"q": q, "k": k, "v": v, "out": out})
-        for kernel, arguments in self._launches(
-            placement, (q, k, v), (*factors, *values), (out, lse)
-        ):
-            kernel(*arguments)
+            k, v = _not_empty(k), _not_empty(v)
+            check_rows(q=q, k=k, v=v, out=out)
+        for name, indices, partials in placement.packed[1]:
+            self._kernels[name](q, k, v, *indices, *factors, *values, *partials, out, lse)
         return (out, lse) if return_lse else out
-
-    def _launches(
-        self, placement: Placement, inputs: Tensors, values: tuple[Any, ...], outputs: Tensors
-    ) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
-        """Yield every kernel to launch with its arguments, in the order of the definition's."""
-        for launch in placement.packed[1]:
-            arguments = (*inputs, *launch.indices, *values, *launch.partials, *outputs)
-            yield self._kernels[launch.family], arguments
 
     def launcher(
         self,
@@ -128,7 +116,10 @@ class Executor:
         values = self._values(plan, {})
         factors = (*self._factors(plan.placement, None, None, None, None), 1.0)
         inputs = (q, *self._caches(kv, plan))
-        launches = list(self._launches(plan.placement, inputs, (*factors, *values), (out, lse)))
+        launches = [
+            (self._kernels[name], (*inputs, *indices, *factors, *values, *partials, out, lse))
+            for name, indices, partials in plan.placement.packed[1]
+        ]
 
         def launch() -> None:
             for kernel, arguments in launches:
@@ -165,8 +156,9 @@ class Executor:
             if not isinstance(kv, tuple | list) or len(kv) != 2:
                 raise DTypeError(f"kv must be a (k, v) tuple or a fused cache, got {type(kv)}")
             k, v = kv
-        for name, cache, shape in zip("kv", (k, v), self._cache_shapes, strict=True):
-            check_tensor(name, cache, shape, self._kv_dtype, plan.placement.device)
+        of_k, of_v = self._cache_shapes
+        check_tensor("k", k, of_k, self._kv_dtype, plan.placement.device)
+        check_tensor("v", v, of_v, self._kv_dtype, plan.placement.device)
         return self._located(k, v, plan)
 
     def _cache_shape(self, dim: int) -> tuple[int | None, ...]:

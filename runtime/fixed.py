@@ -16,7 +16,7 @@ import torch
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, Plan, WorkList
+from tvm_attn.runtime.plan import Family, Plan, WorkList, in_order
 from tvm_attn.runtime.staging import Room
 from tvm_attn.runtime.workspace import (
     BATCH,
@@ -129,7 +129,7 @@ class FixedMemory:
 
     @property
     def launches(self) -> list[Launch]:
-        """One launch of each family, the last one first, which reads what is copied here."""
+        """One launch of each family, which reads what is copied here."""
         of = self.room.of
         batch = tuple(of(name) for name in BATCH)
         lists = ("items", "cta_indptr", "merge_items", "merge_indptr")
@@ -143,7 +143,7 @@ class FixedMemory:
                     *family.arguments(follows=place > 0),
                 ),
             )
-            for place, family in enumerate(reversed(self.counts))
+            for place, family in enumerate(in_order(self.counts))
         ]
 
     def fill(self, plan: Plan) -> None:
@@ -191,7 +191,9 @@ def _work_arrays(work: WorkList | None, counts: Counts) -> dict[str, Ints]:
     merge_items[:used] = work.merge_items
     merge_indptr[: used + 1] = work.merge_indptr
     merge_indptr[used + 1 :] = work.num_slots
-    return {**arrays, "items": work.items, "cta_indptr": work.cta_indptr}
+    arrays["cta_indptr"][: work.num_ctas] = work.cta_indptr[:-1]
+    arrays["cta_indptr"][work.num_ctas :] = work.cta_indptr[-1]
+    return {**arrays, "items": work.items}
 
 
 def families_of(

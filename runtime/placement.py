@@ -36,8 +36,7 @@ class Placement:
     device : torch.device
         Where they are: on the host numpy arrays, on a GPU tensors in one block.
     launches : list of Launch
-        One for each family that has work; on a GPU, those of most rows are first, and what follows
-        fills the multiprocessors that they leave.
+        One for each family that has work, on a GPU in the order of `in_order`.
     params : dict of str to list
         Kernel arguments of the plan-time parameters, by parameter.
     ones : torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -62,6 +62,11 @@ class Family:
         given = {name: value for name, value in fields.items() if name != "clusters"}
         clusters = (0,) if sizes is None else (*sizes, 1)
         return [Family(**given, cluster=size) for size in clusters]
+
+
+def in_order(families: Iterable[Family]) -> list[Family]:
+    """Return the order in which a GPU launches kernels: decoding last, where others leave room."""
+    return sorted(families, key=lambda family: family.schedule == "decode")
 
 
 class WorkItem(NamedTuple):

@@ -25,7 +25,8 @@ class Row:
     Parameters
     ----------
     group : str
-        ``"decode"``, ``"mixed"``, ``"skew"``, ``"lengths"``, ``"pages"``, ``"heads"``, ``"draft"`` or ``"fp8"``.
+        ``"decode"``, ``"mixed"``, ``"skew"``, ``"lengths"``, ``"pages"``, ``"heads"``,
+        ``"draft"`` or ``"fp8"``.
     batch : str
         Its name.
     kv_lens : tuple of int

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from tvm_attn import pipeline
 from tvm_attn.bench.batches import page_table
 from tvm_attn.bench.decode import DEVICE, in_graph
 from tvm_attn.bench.prefill import machine
-from tvm_attn.bench.timing import bursts
+from tvm_attn.bench.timing import bursts, call_time
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec
@@ -31,7 +29,6 @@ from tvm_attn.variants import causal
 PAGE = 16
 REPEATS = 20
 """Plans of a graph."""
-CALLS = 200
 BATCHES = (1, 8, 64, 512, 4096)
 LENGTHS = ("even", "mixed", "giant")
 
@@ -61,8 +58,8 @@ def measure(kernel: AttentionModule, kind: str, batch: int, rounds: int) -> dict
 
     times = bursts({"gpu": in_graph(work)}, rounds=rounds)
     calls = {
-        "call": _call_time(partial(kernel.plan, *on_gpu, out=there)),
-        "host": _call_time(partial(kernel.plan, *table, out=here)),
+        "call": call_time(partial(kernel.plan, *on_gpu, out=there)),
+        "host": call_time(partial(kernel.plan, *table, out=here)),
     }
     figures = {"gpu": times["gpu"] / REPEATS, **calls}
     return {
@@ -71,17 +68,6 @@ def measure(kernel: AttentionModule, kind: str, batch: int, rounds: int) -> dict
         "slots": here.num_slots,
         **{name: round(seconds * 1e6, 1) for name, seconds in figures.items()},
     }
-
-
-def _call_time(call: Callable[[], object]) -> float:
-    """Return the median seconds of the host for a call, the GPU being idle before each."""
-    times = []
-    for _ in range(CALLS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

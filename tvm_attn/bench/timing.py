@@ -60,6 +60,17 @@ def _medians(names: Iterable[str], turn: Callable[[str], float], rounds: int) ->
     return {name: statistics.median(turns) for name, turns in times.items()}
 
 
+def call_time(call: Work, calls: int = 200) -> float:
+    """Return the median seconds of the host for a call, the GPU being idle before each."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def once(work: Work, warm: int = 2) -> float:
     """Return the seconds of one call after `warm` calls."""
     for _ in range(warm):
