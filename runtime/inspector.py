@@ -12,7 +12,7 @@ from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
 from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
-from tvm_attn.runtime.partition import queues_beside
+from tvm_attn.runtime.partition import overlaps, queues_beside
 from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
 from tvm_attn.runtime.sharing import UNCUT, Work, share_out
 from tvm_attn.spec import AttentionSpec
@@ -115,26 +115,16 @@ class Inspector:
                 family, split = self._families[index], fixed_split
                 if index == 0 and not fixed_split:
                     family, split = self._choose(plan, family, units, ctas)
-                counts = (units, self._num_kv_heads, ctas[family])
-                work = self._deal(plan, family, index, counts, values, split, buffers)
-                if work.items.size:
-                    plan.work.append(work)
-                if self._overlaps(plan):
+                given = (plan, family, index, values, split, buffers)
+                work = self._deal(*given, (units, self._num_kv_heads, ctas[family]))
+                if not work.items.size:
+                    continue
+                plan.work.append(work)
+                if overlaps(family, plan.work[0].family):
                     few = queues_beside(work, plan.work[0])
                     if few < work.num_ctas:
-                        counts = (units, self._num_kv_heads, few)
-                        given = (plan, family, index, counts, values, split, buffers)
-                        plan.work[-1] = self._deal(*given)
+                        plan.work[-1] = self._deal(*given, (units, self._num_kv_heads, few))
         return plan
-
-    @staticmethod
-    def _overlaps(plan: Plan) -> bool:
-        """Whether decoding begins where the kernel of the last work list leaves room."""
-        first, last = plan.work[:1], plan.work[1:]
-        return bool(last) and (first[0].family.schedule, last[-1].family.schedule) == (
-            "decode",
-            "sm90",
-        )
 
     def _choose(
         self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
@@ -213,10 +203,10 @@ class Inspector:
         plan: Plan,
         family: Family,
         index: int,
-        counts: tuple[int, int, int],
         values: list[Any],
         fixed_split: int,
         buffers: Buffers,
+        counts: tuple[int, int, int],
     ) -> WorkList:
         units, num_kv_heads, num_ctas = counts
         pieces = self._pieces(plan, index, units, fixed_split)

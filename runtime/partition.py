@@ -8,7 +8,7 @@ decoding. The constants were measured on one H200.
 
 from __future__ import annotations
 
-from tvm_attn.runtime.plan import WorkList
+from tvm_attn.runtime.plan import Family, WorkList
 
 READ_IN_A_BLOCK = 13_600
 """Tokens of a head that memory delivers in the time that a CTA takes for a block, alone."""
@@ -16,6 +16,11 @@ SLOWER = 2.1
 """Time of a block over that, while the memory is busy."""
 SPEED = 0.93
 """Of the memory, where half of the multiprocessors read."""
+
+
+def overlaps(family: Family, decoding: Family) -> bool:
+    """Whether the kernel of a family takes whole multiprocessors, and another one is to decode."""
+    return (family.schedule, decoding.schedule) == ("sm90", "decode")
 
 
 def queues_beside(work: WorkList, decoding: WorkList) -> int:

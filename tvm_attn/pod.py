@@ -20,8 +20,13 @@ from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from tvm_attn._flashinfer.options import Options, mask_of, plan_once, run_once
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.beside import side_by_side
+from tvm_attn.runtime.device import on_device
+from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.partition import overlaps, queues_beside
 
+Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v."""
 DEFAULTS: dict[str, Any] = {
     "kv_layout_d": "NHD",
     "pos_encoding_mode_d": "NONE",
@@ -75,6 +80,7 @@ class PODWithPagedKVCacheWrapper:
         )
         self._planned = {**DEFAULTS, "kv_layout_d": kv_layout}
         self._prefill: Plan | None = None
+        self._beside: tuple[AttentionModule, Plan] | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -245,29 +251,45 @@ class PODWithPagedKVCacheWrapper:
             sm_scale=sm_scale_p,
             custom_mask=mask_of(custom_mask_p, packed_custom_mask_p),
         )
-        request = (q_p, k_p, v_p)
-        kernel, plan = plan_once(*request, kv_layout_p, options, held=self._prefill)
-        self._prefill = plan
+        request: Request = (q_p, k_p, v_p)
+        kernel, plan = self._plan_prefill(request, kv_layout_p, options)
         out_d = torch.empty_like(q_d)
-        lse_d = q_d.new_empty(q_d.shape[:2], dtype=torch.float32)
-
-        def decode() -> Result:
-            return self._decode.run(
-                q_d,
-                paged_kv_cache_d,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=out_d,
-                lse=lse_d,
-                return_lse=return_lse_d,
-            )
-
+        given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        given["lse"] = q_d.new_empty(q_d.shape[:2], dtype=torch.float32)
         return side_by_side(
             self._decode.device,
             lambda: run_once(kernel, plan, *request, options, return_lse=return_lse_p),
-            decode,
+            lambda: self._decode.run(
+                q_d, paged_kv_cache_d, out=out_d, return_lse=return_lse_d, **given
+            ),
         )
+
+    def _plan_prefill(
+        self, request: Request, kv_layout: str, options: Options
+    ) -> tuple[AttentionModule, Plan]:
+        """Return the kernel and the plan of the prefill: those of the run before, if they serve."""
+        kernel, plan = plan_once(*request, kv_layout, options, held=self._prefill)
+        if plan is not self._prefill:
+            self._prefill, self._beside = plan, self._leave_room(kernel, plan, options)
+        return self._beside or (kernel, plan)
+
+    def _leave_room(
+        self, kernel: AttentionModule, plan: Plan, options: Options
+    ) -> tuple[AttentionModule, Plan] | None:
+        """Return the prefill dealt to fewer CTAs, if that is faster beside the planned batch."""
+        works = plan.work, self._decode.work_lists()
+        if options.custom_mask is not None or [len(lists) for lists in works] != [1, 1]:
+            return None
+        [work], [decoding] = works
+        if not overlaps(work.family, decoding.family):
+            return None
+        queues = queues_beside(work, decoding)
+        if queues == work.num_ctas:
+            return None
+        fewer = kernel.with_ctas(queues)
+        indptrs = map(torch.from_numpy, plan.batch[:2])
+        with on_device(self._decode.device):
+            return fewer, fewer.plan(*indptrs, **options.plan_params())
 
     def _check_options(self, **given: Any) -> None:
         """Raise `PlanError` if an option is neither its default nor what was planned."""

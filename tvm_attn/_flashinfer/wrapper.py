@@ -26,7 +26,7 @@ from tvm_attn.errors import LimitError, PlanError, SpecError
 from tvm_attn.runtime.device import located, on_device
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.module import AttentionModule
-from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.plan import Plan, WorkList
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec
 
@@ -195,6 +195,10 @@ class Wrapper:
         if self._kernel is None or self._planned is None:
             raise PlanError(f"{type(self).__name__}: there is no plan yet; call plan() first")
         return self._kernel, self._planned
+
+    def work_lists(self) -> list[WorkList]:
+        """Return the work of the planned batch."""
+        return self._current()[1].work
 
     def _run_batch(self, q: torch.Tensor, kv: KVCache, **given: Any) -> Result:
         """Run the planned batch; the rest are arguments of `AttentionModule.run`."""

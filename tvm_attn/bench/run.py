@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from tvm_attn import pipeline
+from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from tvm_attn.bench.batches import page_table
 from tvm_attn.bench.decode import DEVICE
 from tvm_attn.bench.prefill import machine
 from tvm_attn.bench.timing import Work, call_time
-from tvm_attn.decode import BatchDecodeWithPagedKVCacheWrapper
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import AttentionVariant
