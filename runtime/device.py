@@ -27,19 +27,22 @@ def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeErr
 
 
 def check_rows(**tensors: torch.Tensor) -> None:
-    """Raise `ShapeError` if a row of a tensor, its innermost axis, begins between 16 bytes.
-
-    Head dims are multiples of 16: rows of a contiguous tensor do if the first one does.
-    """
+    """Raise `ShapeError` if a row of a tensor, its innermost axis, begins between 16 bytes."""
     for name, tensor in tensors.items():
-        if tensor.data_ptr() % ROW_BYTES or not (
-            tensor.is_contiguous() or has_aligned_rows(tensor)
-        ):
+        if not has_aligned_rows(tensor):
             raise ShapeError(
                 f"{name} has rows that do not begin at multiples of {ROW_BYTES} bytes (address "
                 f"{tensor.data_ptr():#x}, strides {tensor.stride()}); pass {name}.contiguous(), or "
                 f"{name}.clone() if it is contiguous"
             )
+
+
+def has_contiguous_rows(*tensors: torch.Tensor) -> bool:
+    """Whether tensors are contiguous and aligned, as rows of head dims then are: a quick look."""
+    for tensor in tensors:
+        if tensor.data_ptr() % ROW_BYTES or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def has_aligned_rows(tensor: torch.Tensor) -> bool:

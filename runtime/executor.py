@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
-from tvm_attn.runtime.device import CPU, check_rows, elsewhere
+from tvm_attn.runtime.device import CPU, check_rows, elsewhere, has_contiguous_rows
 from tvm_attn.runtime.params import run_values
 from tvm_attn.runtime.placement import Placement
 from tvm_attn.runtime.plan import Plan
@@ -60,6 +60,7 @@ class Executor:
         self._is_like_q = (spec.dim_vo, self._o_dtype) == (spec.head_dim_qk, self._q_dtype)
         self._sm_scale = 1.0 / math.sqrt(spec.head_dim_qk)
         self._cache_shapes = tuple(self._cache_shape(d) for d in (spec.head_dim_qk, spec.dim_vo))
+        self._accepted: tuple[torch.Size, torch.Size] | None = None
         self._head_scales = HeadScales(spec.num_kv_heads)
 
     def run(
@@ -99,7 +100,8 @@ class Executor:
             lse = placement.unread_lse((nnz, heads))
         if self._needs_rows:
             k, v = _not_empty(k), _not_empty(v)
-            check_rows(q=q, k=k, v=v, out=out)
+            if not has_contiguous_rows(q, k, v, out):
+                check_rows(q=q, k=k, v=v, out=out)
         for name, indices, partials in placement.packed[1]:
             self._kernels[name](q, k, v, *indices, *factors, *values, *partials, out, lse)
         return (out, lse) if return_lse else out
@@ -153,13 +155,28 @@ class Executor:
                 )
             k, v = kv.unbind(1)
         else:
-            if not isinstance(kv, tuple | list) or len(kv) != 2:
+            if not isinstance(kv, (tuple, list)) or len(kv) != 2:
                 raise DTypeError(f"kv must be a (k, v) tuple or a fused cache, got {type(kv)}")
             k, v = kv
-        of_k, of_v = self._cache_shapes
-        check_tensor("k", k, of_k, self._kv_dtype, plan.placement.device)
-        check_tensor("v", v, of_v, self._kv_dtype, plan.placement.device)
+        self._check_caches(k, v, plan.placement.device)
         return self._located(k, v, plan)
+
+    def _check_caches(self, k: torch.Tensor, v: torch.Tensor, device: torch.device) -> None:
+        """Check K and V; contiguous ones of the shapes of the run before pass at once."""
+        dtype = self._kv_dtype
+        if (
+            type(k) is type(v) is torch.Tensor
+            and (k.shape, v.shape) == self._accepted
+            and k.dtype is dtype is v.dtype
+            and k.device == device == v.device
+            and k.is_contiguous()
+            and v.is_contiguous()
+        ):
+            return
+        of_k, of_v = self._cache_shapes
+        check_tensor("k", k, of_k, dtype, device)
+        check_tensor("v", v, of_v, dtype, device)
+        self._accepted = k.shape, v.shape
 
     def _cache_shape(self, dim: int) -> tuple[int | None, ...]:
         spec = self._spec
@@ -172,7 +189,8 @@ class Executor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check that every token planned for exists, and view ragged K/V as pages of one token."""
         if self._spec.is_paged:
-            pages = min(k.shape[0], v.shape[0])
+            k_pages, v_pages = k.shape[0], v.shape[0]
+            pages = k_pages if k_pages < v_pages else v_pages  # in a run, calls are not free
             if plan.max_page >= pages:
                 raise PlanError(
                     f"kv has {pages} pages, the plan refers to page {plan.max_page}; "
