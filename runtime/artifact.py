@@ -19,7 +19,7 @@ from typing import Any
 
 from tvm_attn.errors import ArtifactError
 
-FORMAT = 2
+FORMAT = 3
 META, LIBRARY_SUFFIX, DEVICE_SUFFIX = "meta.json", ".so", ".device"
 
 
