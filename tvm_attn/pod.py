@@ -22,8 +22,8 @@ from tvm_attn.errors import PlanError
 from tvm_attn.runtime.beside import side_by_side
 from tvm_attn.runtime.device import on_device
 from tvm_attn.runtime.module import AttentionModule
-from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.partition import overlaps, queues_beside
+from tvm_attn.runtime.plan import Plan
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
