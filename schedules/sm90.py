@@ -62,6 +62,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
     begin_turns,
     meet,
 )
+from tvm_attn.schedules.primitives.hopper.wgmma import clear
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.overlap import let_next_begin
 from tvm_attn.schedules.primitives.scores import may_hide, score_factor
@@ -160,6 +161,8 @@ def merge_parts(cta, given, task, arrivals):
         arrive(task.slot, given.work.merge_indptr, arrivals, verdict, cta.thread, meet)
         if verdict[0] != NOBODY:
             merge_unit(cta, given, verdict[0])
+        if not cta.tile.holds_queries:
+            clear(cta.registers.out)
 
 
 @T.inline

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
@@ -18,6 +20,18 @@ from tvm_attn.schedules.primitives.hopper.wgmma import (
 )
 
 
+def queries_at_hand(group: Warpgroup) -> Any:
+    """Return a register with the descriptor of the queries, made anew.
+
+    Else the compiler would keep those of all steps from block to block, in more registers than
+    there are.
+    """
+    index = T.alloc_local((1,), "int32")
+    T.buffer_store(index, group.index, [0])
+    hold(index)
+    return group.q.at_stage(index[0])
+
+
 def begin_qk(cta: Cta, group: Warpgroup) -> None:
     """Begin queries times the keys of the next stage."""
     r, keys = cta.registers, group.k.at_stage(group.k_at.stage)
@@ -28,9 +42,8 @@ def begin_qk(cta: Cta, group: Warpgroup) -> None:
     if cta.tile.holds_queries:
         multiply_keys(cta.dtype, r.score, r.query, keys, group.k, cta.spec.head_dim_qk)
     else:
-        queries = group.q.at_stage(group.index)
         dim = cta.spec.head_dim_qk
-        multiply_shared(cta.dtype, r.score, queries, group.q, keys, group.k, dim)
+        multiply_shared(cta.dtype, r.score, queries_at_hand(group), group.q, keys, group.k, dim)
     T.evaluate(close_group())
 
 

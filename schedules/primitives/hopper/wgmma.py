@@ -28,6 +28,11 @@ __device__ __forceinline__ void hold_{type}({type}& x) {{
   asm volatile("" : "+{kind}"(x) :: "memory");
 }}
 """
+_CLEAR = """
+__device__ __forceinline__ void clear(float& x) {
+  asm volatile("mov.f32 %0, 0f00000000;" : "=f"(x) :: "memory");
+}
+"""
 _HELD = {"float32": ("float", "f"), "uint32": ("unsigned", "r"), "int32": ("int", "r")}
 
 
@@ -37,6 +42,12 @@ def hold(registers: Any, begin: int = 0, end: int | None = None) -> None:
     source = _HOLD.format(type=name, kind=kind)
     for i in range(begin, int(registers.shape[0]) if end is None else end):
         T.evaluate(T.cuda.func_call(f"hold_{name}", registers[i], source_code=source))
+
+
+def clear(registers: Any) -> None:
+    """Clear float32 registers here and not earlier: nothing of them has to be kept until then."""
+    for i in range(int(registers.shape[0])):
+        T.evaluate(T.cuda.func_call("clear", registers[i], source_code=_CLEAR))
 
 
 @dataclass(frozen=True)
