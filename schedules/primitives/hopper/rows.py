@@ -13,9 +13,10 @@ from tvm_attn.schedules.primitives.fragments import (
     LEFT,
     load_matrices,
     over_row,
-    pack,
 )
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
+from tvm_attn.schedules.primitives.hopper.rounding import finish_state, round_tile, store_lse
+from tvm_attn.schedules.primitives.hopper.runs import leaves_in_runs, store_runs
 from tvm_attn.schedules.primitives.hopper.slots import slot_pointer, stores_through_slot
 from tvm_attn.schedules.primitives.shapes import DEPTH
 from tvm_attn.schedules.primitives.store import store_part, store_row
@@ -84,24 +85,20 @@ def set_rows_aside(cta):
 
 
 @T.inline
-def finish_rows(cta, group, task, outputs):
-    """Leave finished rows in the slot, and store their LSE."""
-    r, hooks = T.meta_var((cta.registers, cta.hooks))
-    value_factor = T.meta_var(outputs.scales.value_factor(task.kv_head))
+def finish_rows(cta, task, outputs):
+    """Round finished rows to what is stored, and store their LSE."""
     for i in T.unroll(HALVES):
-        row = T.meta_var(task.query(task.row(cta.place(i))))
-        r.scale[i] = r.scale[i] * hooks.share(row, r.best[i]) * value_factor
-        r.best[i] = hooks.seeded(row, r.best[i])
+        finish_state(cta, task, outputs, i)
         for n in T.unroll(cta.value_tiles):
-            at = T.meta_var(cta.out(0, n, i))
-            low = T.meta_var(hooks.output(row, r.out[at] * r.scale[i], r.best[i]))
-            high = T.meta_var(hooks.output(row, r.out[at + 1] * r.scale[i], r.best[i]))
-            pack(str(outputs.out.dtype), r.right[n * HALVES + i], low, high)
-        if T.And(task.row0 + cta.place(i) < task.row_end, cta.lane.column(0) == 0):
-            at = T.meta_var(task.index(task.row(cta.place(i))))
-            outputs.lse[at[0], at[1]] = r.best[i] * outputs.lse_scale
+            round_tile(cta, task, outputs, n, i)
+        store_lse(cta, task, outputs, i)
+
+
+@T.inline
+def leave_rows(cta, group):
+    """Leave rounded rows in the slot."""
     for step in T.unroll(cta.spec.dim_vo // DEPTH):
-        store_matrices(matrix_address(cta, group, step), r.right, step * LEFT)
+        store_matrices(matrix_address(cta, group, step), cta.registers.right, step * LEFT)
     publish_to_copies()
 
 
@@ -119,7 +116,10 @@ def close_rows(cta, group, task, outputs):
             if task.row0 + cta.place(i) < task.row_end:
                 store_part(cta, task, outputs, i)
     elif stores_through_slot(cta):
-        finish_rows(cta, group, task, outputs)
+        finish_rows(cta, task, outputs)
+        leave_rows(cta, group)
+    elif leaves_in_runs(cta):
+        store_runs(cta, task, outputs)
     else:
         for i in T.unroll(HALVES):
             if task.row0 + cta.place(i) < task.row_end:
