@@ -113,13 +113,22 @@ def go_to_last_block(cta, group, task):
 
 
 @T.inline
+def wait_for_products(cta, group, pending):
+    """Wait for the products with keys; let the slot take other queries after an item's last."""
+    wait_for_qk(cta, group, pending)
+    if not cta.tile.holds_queries:
+        if group.left[0] == 0:
+            hand_over_slot(cta, group)
+
+
+@T.inline
 def begin_products(cta, group):
     """Begin queries times the next keys, and weights times the next values; wait for the former."""
     group.take_turn()
     begin_qk(cta, group)
     wait_for_values(cta, group)
     begin_pv(cta, group)
-    wait_for_qk(cta, group, 1)
+    wait_for_products(cta, group, 1)
 
 
 @T.inline
@@ -182,7 +191,7 @@ def attend(cta, group, given, arrivals, t0, end):
         hand_over_slot(cta, group)
     wait_for_keys(cta, group)
     begin_qk(cta, group)
-    wait_for_qk(cta, group, 0)
+    wait_for_products(cta, group, 0)
     score(cta, group, opening, may_hide(cta, opening, group.kv0))
     open_rows(cta, group, factor)
     weigh_first(cta, group)
@@ -194,8 +203,6 @@ def attend(cta, group, given, arrivals, t0, end):
             group.place[0] = group.kv0 - cta.tile.block
             wait_for_keys(cta, group)
             attend_block(cta, group, task, factor)
-        if not cta.tile.holds_queries:
-            hand_over_slot(cta, group)
         set_rows_aside(cta)
         if t + 1 < end:
             parity = T.bitwise_xor(parity, 1)
