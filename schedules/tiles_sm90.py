@@ -19,12 +19,16 @@ COLUMN_GROUP = 64
 """Elements of 128 bytes: dims are padded to multiples of them in shared memory."""
 WIDEST_HELD = 128
 """Largest head dim of queries that a warpgroup holds in registers, besides all else."""
-BLOCKS, WIDE_BLOCKS = (128, 112, 96), (80,)
+BLOCKS, WIDE_BLOCKS = (128, 112, 96), (128, 112, 96, 80, 64)
 """Keys of a block that are tried, in this order, where queries are held in registers and not."""
+ROOM = 188
+"""Registers of a lane for outputs, scores and weights, where queries are not held."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
 REGISTERS, REGISTER_STEP = 504 * 128, 8
 """Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a CTA can have."""
 BARRIER_BYTES = 256
 ELEMENT_BYTES = 2
 BOX_UNIT = 16
@@ -168,7 +172,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         Head dims and page size decide.
     """
     holds = max(spec.head_dim_qk, spec.dim_vo) <= WIDEST_HELD
-    return [
+    tiles = [
         HopperTile(
             block=block,
             stages=2,
@@ -180,6 +184,13 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
     ]
+    return tiles if holds else [tile for tile in tiles if has_room(tile, spec)]
+
+
+def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:
+    """Whether a tile that does not hold queries fits registers and shared memory."""
+    registers = spec.dim_vo // 2 + tile.block // 2 + tile.block // 4
+    return registers <= ROOM and tile.shared_bytes(spec) <= SHARED_BYTES
 
 
 def refuses(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> str:

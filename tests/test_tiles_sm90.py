@@ -58,7 +58,11 @@ def test_warps_that_fetch_rows_of_odd_groups_feed_nothing(
 
 
 @pytest.mark.parametrize(
-    "dims", [(16, 16), (64, 64), (96, 128), (128, 128), (192, 128), (256, 256)]
+    "dims",
+    [
+        *((16, 16), (64, 64), (96, 128), (128, 128), (192, 128), (192, 192), (256, 256)),
+        *((256, 16), (16, 256), (160, 144)),
+    ],
 )
 def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
     wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
@@ -66,6 +70,15 @@ def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
     for tile in tiles_to_try(wanted):
         assert tile.shared_bytes(wanted) <= HOPPER.arch.shared_memory_per_block
         assert tile.copying + 2 * tile.multiplying <= 504
+
+
+@pytest.mark.parametrize(
+    ("dims", "block"), [((256, 256), 80), ((192, 192), 112), ((192, 128), 128), ((144, 256), 80)]
+)
+def test_wide_heads_have_blocks_of_as_many_keys_as_there_is_room_for(
+    dims: tuple[int, int], block: int
+) -> None:
+    assert tiles_to_try(spec(head_dim_qk=dims[0], head_dim_vo=dims[1]))[0].block == block
 
 
 def test_dims_are_padded_to_128_bytes() -> None:

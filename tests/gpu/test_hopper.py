@@ -36,6 +36,12 @@ _ROWS = (
     ("window_soft_cap", ("bfloat16", "bfloat16", "float32"), "NHD", 1, 8, (256, 256)),
     ("custom_mask_window", ("bfloat16", "bfloat16"), "HND", 1, 2, (80, 112)),
     ("sink", ("float16", "float16"), "HND", 5, 16, (16, 32)),
+    ("causal", ("bfloat16", "bfloat16"), "NHD", None, 8, (256, 256)),
+    ("sink", ("float16", "float16"), "HND", 16, 4, (192, 128)),
+    ("alibi", ("bfloat16", "bfloat16"), "NHD", 48, 5, (256, 256)),
+    ("full", ("bfloat16", "bfloat16"), "NHD", 1, 4, (256, 256)),
+    ("custom_mask", ("float16", "float16"), "NHD", None, 2, (192, 192)),
+    ("causal", ("bfloat16", "bfloat16"), "HND", 64, 4, (160, 144)),
 )
 ROWS: list[Row] = [
     dict(zip(("variant", "dtypes", "layout", "page_size", "group", "dims"), row, strict=True))
