@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 
 from tests.cases import kernel
+from tests.test_cluster_plans import BYTES
 from tests.test_runtime_cuda import SPEC
 from tvm_attn.bsr import BSR
 from tvm_attn.runtime.fixed import _work_arrays
@@ -25,7 +26,7 @@ def planned(
     """A plan of chunks of so many query and KV tokens, and requests that decode; 32/8 heads."""
     planner = kernel("full", SPEC)._libraries["planner"]
     families = (DECODE, SHORT, long)
-    inspector = Inspector(planner["plan_batch"], planner["plan_work"], families, 4, 8)
+    inspector = Inspector(planner["plan_batch"], planner["plan_work"], families, 4, 8, BYTES)
     qo_lens, kv_lens = zip(*chunks, *((1, length) for length in decoding), strict=True)
     pages = [-(-length // 16) for length in kv_lens]
     last = [(length - 1) % 16 + 1 for length in kv_lens]
