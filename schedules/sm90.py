@@ -1,4 +1,4 @@
-"""Attention on Hopper: warps that copy, and two warpgroups that multiply asynchronously.
+"""Attention on Hopper: warps that copy, and warpgroups that multiply asynchronously.
 
 Read `attend` first: it is the algorithm of `tvm_attn.tir.attention`, block by block from the last
 to the first, as a pipeline: queries times the keys of a block begin together with weights times the
@@ -6,13 +6,14 @@ values of the block before it, and scores are weighed while the latter run. The 
 drain between items: the first scores of an item are begun with the last values of the one before.
 
 A CTA has a warpgroup that copies (a warp for keys, which also reads the work list ahead, one for
-values, and one for each slot of query and output rows) and two that multiply, 64 rows each, in
+values, two for the slots of query and output rows) and two or three that multiply, 64 rows each, in
 turns. Who waits for what is said by barriers in shared memory (`hopper.shared`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm import tirx
@@ -48,7 +49,7 @@ from tvm_attn.schedules.primitives.hopper.rows import (
 )
 from tvm_attn.schedules.primitives.hopper.scoring import prepare_bias, score, weigh_part
 from tvm_attn.schedules.primitives.hopper.shared import HopperShared
-from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slot
+from tvm_attn.schedules.primitives.hopper.slots import rows_map, serve_slots
 from tvm_attn.schedules.primitives.hopper.softmax import (
     open_rows,
     pack_weights,
@@ -116,27 +117,27 @@ def go_to_last_block(cta, group, task):
 def wait_for_products(cta, group, pending):
     """Wait for the products with keys; let the slot take other queries after an item's last."""
     wait_for_qk(cta, group, pending)
-    if not cta.tile.holds_queries:
+    if not cta.tile.slots_outputs:
         if group.left[0] == 0:
             hand_over_slot(cta, group)
 
 
 @T.inline
-def begin_products(cta, group):
+def begin_products(cta, group, parity):
     """Begin queries times the next keys, and weights times the next values; wait for the former."""
     group.take_turn()
-    begin_qk(cta, group)
+    begin_qk(cta, group, parity)
     wait_for_values(cta, group)
     begin_pv(cta, group)
     wait_for_products(cta, group, 1)
 
 
 @T.inline
-def attend_block(cta, group, task, factor):
+def attend_block(cta, group, task, factor, parity):
     """Attend to one more block of an item, whose rows are open."""
     hides: T.int32 = may_hide(cta, task, group.kv0)
     fold = T.meta_var(prepare_bias(cta, task, group.kv0))
-    begin_products(cta, group)
+    begin_products(cta, group, parity)
     group.flags.set("moved", T.bool(False))
     weigh_part(cta, group, task, factor, hides, fold)
     wait_for_pv(cta, group)
@@ -155,10 +156,10 @@ def weigh_first(cta, group):
 
 
 @T.inline
-def finish_item(cta, group, given, task):
-    """Close the rows of an item and store them."""
-    close_rows(cta, group, task, given.outputs)
-    if cta.tile.holds_queries:
+def finish_item(cta, group, given, task, parity):
+    """Close the rows of an item of this parity and store them."""
+    close_rows(cta, group, task, given.outputs, parity)
+    if cta.tile.slots_outputs:
         hand_over_slot(cta, group)
 
 
@@ -167,7 +168,8 @@ def merge_parts(cta, given, task, arrivals):
     """Merge the parts of a unit, if the item was its last one."""
     if task.slot != NO_SLOT:
         verdict = T.meta_var(cta.shared.verdict)
-        arrive(task.slot, given.work.merge_indptr, arrivals, verdict, cta.thread, meet)
+        meet_all = T.meta_var(partial(meet, cta.tile))
+        arrive(task.slot, given.work.merge_indptr, arrivals, verdict, cta.thread, meet_all)
         if verdict[0] != NOBODY:
             merge_unit(cta, given, verdict[0])
         if not cta.tile.holds_queries:
@@ -187,10 +189,10 @@ def attend(cta, group, given, arrivals, t0, end):
     go_to_last_block(cta, group, opening)
     factor = score_factor(cta, opening)
     take_queries(cta, group, parity)
-    if cta.tile.holds_queries:
+    if cta.tile.slots_outputs:
         hand_over_slot(cta, group)
     wait_for_keys(cta, group)
-    begin_qk(cta, group)
+    begin_qk(cta, group, parity)
     wait_for_products(cta, group, 0)
     score(cta, group, opening, may_hide(cta, opening, group.kv0))
     open_rows(cta, group, factor)
@@ -202,7 +204,7 @@ def attend(cta, group, given, arrivals, t0, end):
             group.left[0] = group.left[0] - 1
             group.place[0] = group.kv0 - cta.tile.block
             wait_for_keys(cta, group)
-            attend_block(cta, group, task, factor)
+            attend_block(cta, group, task, factor, parity)
         set_rows_aside(cta)
         if t + 1 < end:
             parity = T.bitwise_xor(parity, 1)
@@ -211,11 +213,11 @@ def attend(cta, group, given, arrivals, t0, end):
             factor = score_factor(cta, following)
             take_queries(cta, group, parity)
             wait_for_keys(cta, group)
-            begin_products(cta, group)
+            begin_products(cta, group, parity)
             score(cta, group, following, may_hide(cta, following, group.kv0))
             open_rows(cta, group, factor)
             wait_for_pv(cta, group)
-            finish_item(cta, group, given, task)
+            finish_item(cta, group, given, task, T.bitwise_xor(parity, 1))
             weigh_first(cta, group)
         else:
             group.take_turn()
@@ -224,7 +226,7 @@ def attend(cta, group, given, arrivals, t0, end):
             wait_for_pv(cta, group)
             if cta.tile.holds_queries:
                 wait_for_slot(cta, group, T.bitwise_xor(parity, 1))
-            finish_item(cta, group, given, task)
+            finish_item(cta, group, given, task, parity)
         merge_parts(cta, given, task, arrivals)
         t = t + 1
 
@@ -246,13 +248,13 @@ def copy(cta, given, maps, t0, end):
             values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
             feed_items(values, given.batch, t0, end)
         else:
-            serve_slot(cta, given, maps, warp - 2, t0, end, None)
+            serve_slots(cta, given, maps, warp - 2, t0, end, None)
     elif warp == 1:
         keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))
         feed_items(keys, given.batch, t0, end)
     else:
         values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
-        serve_slot(cta, given, maps, warp - 2, t0, end, values)
+        serve_slots(cta, given, maps, warp - 2, t0, end, values)
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""The tile of Hopper kernels: what a CTA of a copying and two multiplying warpgroups works on."""
+"""The tile of Hopper kernels: what a CTA of a copying and some multiplying warpgroups works on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.variant import AttentionVariant
 
-CONSUMERS = 2
-"""Warpgroups that multiply."""
 WARPGROUP_ROWS = 64
 WARPGROUP_THREADS = 128
 COLUMN_GROUP = 64
@@ -25,8 +23,8 @@ ROOM = 188
 """Registers of a lane for outputs, scores and weights, where queries are not held."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
-REGISTERS, REGISTER_STEP = 504 * 128, 8
-"""Registers of a CTA when it begins, and steps in which warpgroups give them to one another."""
+REGISTERS, REGISTER_STEP = 65536, 8
+"""Registers of a multiprocessor, and steps in which threads have them."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA can have."""
 BARRIER_BYTES = 256
@@ -42,7 +40,7 @@ def padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """A kernel's tile: 128 fused query rows against blocks of `block` keys.
+    """A kernel's tile: 64 fused query rows for each multiplying warpgroup, blocks of `block` keys.
 
     Parameters
     ----------
@@ -56,14 +54,22 @@ class HopperTile:
     page : int
         Slots of a page; 0 of ragged K and V.
     holds_queries : bool
-        Whether queries are held in registers; outputs then pass through their slot.
+        Whether queries are held in registers.
+    slots : int
+        Places in shared memory for the rows of a warpgroup: two where an item's queries stay in one
+        while the next ones come to the other.
     feeders : int
         Warps that feed a block: two share rows that are gathered, if those that serve the slots
         copy boxes there, and so have registers to spare; else one.
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
+    multipliers : int
+        Warpgroups that multiply.
     copying : int
         Registers of a thread that copies.
+    paired : int
+        Tiles of 8 keys whose weights are added up by pairs before they come to a row's total, which
+        waits less; 0 where they come to it one after the other.
     """
 
     block: int
@@ -71,9 +77,12 @@ class HopperTile:
     box: int
     page: int
     holds_queries: bool
+    slots: int
     feeders: int
     split: int
+    multipliers: int = 2
     copying: int = 40
+    paired: int = 0
     family: Literal["long"] = "long"
     overhead: int = 1
     residents: int = 1
@@ -101,7 +110,7 @@ class HopperTile:
     @property
     def rows(self) -> int:
         """Fused query rows of an item."""
-        return CONSUMERS * WARPGROUP_ROWS
+        return self.multipliers * WARPGROUP_ROWS
 
     @property
     def row_tiles(self) -> int:
@@ -111,12 +120,12 @@ class HopperTile:
     @property
     def warps(self) -> int:
         """Warps that multiply."""
-        return CONSUMERS * 4
+        return self.multipliers * 4
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return (CONSUMERS + 1) * WARPGROUP_THREADS
+        return (self.multipliers + 1) * WARPGROUP_THREADS
 
     @property
     def tasks(self) -> int:
@@ -134,10 +143,20 @@ class HopperTile:
         return self.box == 1
 
     @property
+    def beginning(self) -> int:
+        """Registers of a thread when the CTA begins."""
+        return REGISTERS // self.threads // REGISTER_STEP * REGISTER_STEP
+
+    @property
     def multiplying(self) -> int:
         """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
-        left = REGISTERS // WARPGROUP_THREADS - self.copying
-        return left // CONSUMERS // REGISTER_STEP * REGISTER_STEP
+        left = self.threads * self.beginning // WARPGROUP_THREADS - self.copying
+        return left // self.multipliers // REGISTER_STEP * REGISTER_STEP
+
+    @property
+    def slots_outputs(self) -> bool:
+        """Whether outputs leave through the slots: where their queries are not needed any more."""
+        return self.holds_queries or self.slots > 1
 
     @property
     def boxes(self) -> int:
@@ -147,8 +166,8 @@ class HopperTile:
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Return the shared memory that a CTA asks for."""
         dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
-        slot = max(dim_qk, dim_vo) if self.holds_queries else dim_qk
-        elements = self.rows * slot + self.stages * self.block * (dim_qk + dim_vo)
+        slot = max(dim_qk, dim_vo) if self.slots_outputs else dim_qk
+        elements = self.rows * self.slots * slot + self.stages * self.block * (dim_qk + dim_vo)
         return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
 
 
@@ -171,6 +190,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     spec : AttentionSpec
         Head dims and page size decide.
     """
+    narrow = [_narrow(spec)] if max(spec.head_dim_qk, spec.dim_vo) <= COLUMN_GROUP else []
     holds = max(spec.head_dim_qk, spec.dim_vo) <= WIDEST_HELD
     tiles = [
         HopperTile(
@@ -179,18 +199,46 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
             box=box_of(block, spec.page_size),
             page=spec.page_size or 0,
             holds_queries=holds,
-            feeders=2 if box_of(block, spec.page_size) == 1 and comes_in_boxes(spec) else 1,
+            slots=1,
+            feeders=_feeders(spec, box_of(block, spec.page_size)),
             split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
     ]
-    return tiles if holds else [tile for tile in tiles if has_room(tile, spec)]
+    return narrow + (tiles if holds else [tile for tile in tiles if has_room(tile, spec)])
 
 
 def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:
     """Whether a tile that does not hold queries fits registers and shared memory."""
     registers = spec.dim_vo // 2 + tile.block // 2 + tile.block // 4
     return registers <= ROOM and tile.shared_bytes(spec) <= SHARED_BYTES
+
+
+def _narrow(spec: AttentionSpec) -> HopperTile:
+    """Return a tile for narrow heads, whose exponentials take as long as their products.
+
+    So two warpgroups weigh scores while one multiplies. Queries stay in shared memory.
+    """
+    block = BLOCKS[0]
+    box = box_of(block, spec.page_size)
+    return HopperTile(
+        block=block,
+        stages=4,
+        box=box,
+        page=spec.page_size or 0,
+        holds_queries=False,
+        slots=2,
+        feeders=_feeders(spec, box),
+        split=block // 16,
+        multipliers=3,
+        copying=32,
+        paired=2,
+    )
+
+
+def _feeders(spec: AttentionSpec, box: int) -> int:
+    """Return how many warps feed a block."""
+    return 2 if box == 1 and comes_in_boxes(spec) else 1
 
 
 def refuses(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> str:

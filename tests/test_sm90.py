@@ -59,18 +59,19 @@ def check_pipeline(made: Compiled, exponentials: int, *, has_boxes: bool) -> str
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size", "heads"),
+    ("kind", "page_size", "heads", "head_dim"),
     [
-        *(("nvcc", None, 32), ("nvrtc", 16, 32)),
-        *(("nvcc", 1, 32), ("nvrtc", 12, 32), ("nvcc", 5, 40)),
+        *(("nvcc", None, 32, 128), ("nvrtc", 16, 32, 128)),
+        *(("nvcc", 1, 32, 128), ("nvrtc", 12, 32, 128), ("nvcc", 5, 40, 128)),
+        *(("nvcc", None, 64, 64), ("nvrtc", 1, 64, 64)),
     ],
 )
 def test_the_pipeline_is_what_it_is_written_to_be(
-    kind: str, page_size: int | None, heads: int
+    kind: str, page_size: int | None, heads: int, head_dim: int
 ) -> None:
     if (compiler := FIND[kind]()) is None:
         pytest.skip(f"there is no {kind}")
-    spec = AttentionSpec(heads, 8, 128, q_dtype="bfloat16", page_size=page_size)
+    spec = AttentionSpec(heads, 8, head_dim, q_dtype="bfloat16", page_size=page_size)
     made = compiled(spec, variants.causal(), compiler)
     check_pipeline(made, EXPONENTIALS, has_boxes=page_size == 16)
 

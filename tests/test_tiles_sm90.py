@@ -69,7 +69,20 @@ def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
     assert HOPPER.arch is not None
     for tile in tiles_to_try(wanted):
         assert tile.shared_bytes(wanted) <= HOPPER.arch.shared_memory_per_block
-        assert tile.copying + 2 * tile.multiplying <= 504
+        assert tile.threads * tile.beginning <= HOPPER.arch.registers_per_block
+        left = tile.copying + tile.multipliers * tile.multiplying
+        assert left <= (tile.multipliers + 1) * tile.beginning
+
+
+@pytest.mark.parametrize(("dims", "multipliers"), [((64, 64), 3), ((16, 48), 3), ((64, 80), 2)])
+def test_narrow_heads_have_three_warpgroups_and_two_slots(
+    dims: tuple[int, int], multipliers: int
+) -> None:
+    narrow = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
+    tile = tiles_to_try(narrow)[0]
+    assert tile.rows == 64 * tile.multipliers == 64 * multipliers
+    assert tile.slots_outputs
+    assert (tile.slots == 2) == (not tile.holds_queries)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ _ROWS = (
     ("full", ("bfloat16", "bfloat16"), "NHD", 1, 4, (256, 256)),
     ("custom_mask", ("float16", "float16"), "NHD", None, 2, (192, 192)),
     ("causal", ("bfloat16", "bfloat16"), "HND", 64, 4, (160, 144)),
+    ("causal", ("bfloat16", "bfloat16"), "NHD", 16, 8, (64, 64)),
+    ("custom_mask", ("bfloat16", "bfloat16"), "NHD", None, 4, (64, 48)),
 )
 ROWS: list[Row] = [
     dict(zip(("variant", "dtypes", "layout", "page_size", "group", "dims"), row, strict=True))

@@ -73,11 +73,12 @@ def zero_rows(feed, first, end):
     chunks = T.meta_var(COLUMN_GROUP * itemsize(feed.cta.dtype) // CHUNK_BYTES)
     elements = T.meta_var(CHUNK_BYTES // itemsize(feed.cta.dtype))
     per_turn = T.meta_var(WARP // chunks)
-    for turn in T.serial(feed.cta.tile.block // per_turn):
-        row: T.let[T.int32] = turn * per_turn + feed.cta.lane.index // chunks
+    row: T.int32 = feed.cta.lane.index // chunks
+    while row < feed.cta.tile.block:
         if T.Or(row < first, row >= end):
             for group in T.unroll(feed.groups):
                 zero_chunk(feed.pointer(group, row, feed.cta.lane.index % chunks * elements))
+        row = row + per_turn
 
 
 @T.inline

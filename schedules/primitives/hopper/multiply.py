@@ -1,4 +1,4 @@
-"""The two products of a block, begun and waited for, in the turns of the two warpgroups."""
+"""The two products of a block, begun and waited for, in the turns of the warpgroups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.hopper.barriers import advance, publish_to_copies
+from tvm_attn.schedules.primitives.hopper.slots import slot_of
 from tvm_attn.schedules.primitives.hopper.warpgroup import Warpgroup
 from tvm_attn.schedules.primitives.hopper.wgmma import (
     close_group,
@@ -18,22 +19,26 @@ from tvm_attn.schedules.primitives.hopper.wgmma import (
     open_group,
     wait_for_groups,
 )
+from tvm_attn.variant import Expr
 
 
-def queries_at_hand(group: Warpgroup) -> Any:
-    """Return a register with the descriptor of the queries, made anew.
+def queries_at_hand(cta: Cta, group: Warpgroup, parity: Expr) -> Any:
+    """Return the descriptor of the queries of an item of this parity.
 
-    Else the compiler would keep those of all steps from block to block, in more registers than
-    there are.
+    Of wide heads, which have one slot, it is made anew, in a register: else the compiler would keep
+    those of all steps from block to block, in more registers than there are.
     """
+    slot = slot_of(cta.tile, group.index, parity)
+    if cta.tile.slots > 1:
+        return group.q.at_stage(slot)
     index = T.alloc_local((1,), "int32")
-    T.buffer_store(index, group.index, [0])
+    T.buffer_store(index, slot, [0])
     hold(index)
     return group.q.at_stage(index[0])
 
 
-def begin_qk(cta: Cta, group: Warpgroup) -> None:
-    """Begin queries times the keys of the next stage."""
+def begin_qk(cta: Cta, group: Warpgroup, parity: Expr) -> None:
+    """Begin queries, of an item of this parity, times the keys of the next stage."""
     r, keys = cta.registers, group.k.at_stage(group.k_at.stage)
     hold(r.score)
     if cta.tile.holds_queries:
@@ -43,7 +48,8 @@ def begin_qk(cta: Cta, group: Warpgroup) -> None:
         multiply_keys(cta.dtype, r.score, r.query, keys, group.k, cta.spec.head_dim_qk)
     else:
         dim = cta.spec.head_dim_qk
-        multiply_shared(cta.dtype, r.score, queries_at_hand(group), group.q, keys, group.k, dim)
+        queries = queries_at_hand(cta, group, parity)
+        multiply_shared(cta.dtype, r.score, queries, group.q, keys, group.k, dim)
     T.evaluate(close_group())
 
 

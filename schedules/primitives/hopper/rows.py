@@ -17,7 +17,7 @@ from tvm_attn.schedules.primitives.fragments import (
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.rounding import finish_state, round_tile, store_lse
 from tvm_attn.schedules.primitives.hopper.runs import leaves_in_runs, store_runs
-from tvm_attn.schedules.primitives.hopper.slots import slot_pointer, stores_through_slot
+from tvm_attn.schedules.primitives.hopper.slots import slot_of, slot_pointer, stores_through_slot
 from tvm_attn.schedules.primitives.shapes import DEPTH
 from tvm_attn.schedules.primitives.store import store_part, store_row
 from tvm_attn.schedules.tiles_sm90 import (
@@ -30,14 +30,15 @@ from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
 
 
-def matrix_address(cta: Cta, group: Any, step: int) -> Expr:
-    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows.
+def matrix_address(cta: Cta, group: Any, parity: Expr, step: int) -> Expr:
+    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows in its slot.
 
     Chunks are swizzled by exclusive or: addresses of all steps follow from one.
     """
     row, column = cta.lane.left_address()
     place = cta.first_place - group.index * WARPGROUP_ROWS + row
-    first = T.cuda.cvta_generic_to_shared(slot_pointer(cta.shared, group.index, place, column))
+    slot = slot_of(cta.tile, group.index, parity)
+    first = T.cuda.cvta_generic_to_shared(slot_pointer(cta.shared, slot, place, column))
     steps = COLUMN_GROUP // DEPTH
     within = T.uint32(step % steps * DEPTH * ELEMENT_BYTES)
     across = T.uint32(step // steps * WARPGROUP_ROWS * COLUMN_GROUP * ELEMENT_BYTES)
@@ -56,7 +57,9 @@ def take_queries(cta, group, parity):
     wait_for_slot(cta, group, parity)
     if cta.tile.holds_queries:
         for step in T.unroll(cta.spec.head_dim_qk // DEPTH):
-            load_matrices(cta.registers.query, step * LEFT, matrix_address(cta, group, step))
+            load_matrices(
+                cta.registers.query, step * LEFT, matrix_address(cta, group, parity, step)
+            )
     elif not comes_in_boxes(cta.spec):
         publish_to_copies()
 
@@ -95,15 +98,15 @@ def finish_rows(cta, task, outputs):
 
 
 @T.inline
-def leave_rows(cta, group):
-    """Leave rounded rows in the slot."""
+def leave_rows(cta, group, parity):
+    """Leave the rounded rows of an item of this parity in its slot."""
     for step in T.unroll(cta.spec.dim_vo // DEPTH):
-        store_matrices(matrix_address(cta, group, step), cta.registers.right, step * LEFT)
+        store_matrices(matrix_address(cta, group, parity, step), cta.registers.right, step * LEFT)
     publish_to_copies()
 
 
 @T.inline
-def close_rows(cta, group, task, outputs):
+def close_rows(cta, group, task, outputs, parity):
     """Close the rows that were set aside; store results, or partial states of a piece."""
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
     for i in T.unroll(HALVES):
@@ -117,7 +120,7 @@ def close_rows(cta, group, task, outputs):
                 store_part(cta, task, outputs, i)
     elif stores_through_slot(cta):
         finish_rows(cta, task, outputs)
-        leave_rows(cta, group)
+        leave_rows(cta, group, parity)
     elif leaves_in_runs(cta):
         store_runs(cta, task, outputs)
     else:

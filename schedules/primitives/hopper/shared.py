@@ -11,7 +11,6 @@ from tvm_attn.schedules.primitives.hopper.barriers import Barriers, Pipe
 from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WARP
 from tvm_attn.schedules.tiles_sm90 import (
     COLUMN_GROUP,
-    CONSUMERS,
     HopperTile,
     comes_in_boxes,
     padded,
@@ -26,7 +25,7 @@ class HopperShared:
     """Tiles of a CTA in shared memory, and the barriers that say what is in them.
 
     Tiles are in groups of 64 columns, ``[dim / 64, rows, 64]`` elements, swizzled. ``q`` is a slot
-    for each warpgroup: the queries of the next item, then the outputs of this one. ``k, v`` are
+    for each warpgroup, or two: queries of the next item, then the outputs of this one. ``k, v`` are
     rings of blocks, filled and emptied as the pipes ``keys, values`` say. ``queries`` says that
     the slots hold queries, ``outputs`` that they hold outputs, or nothing that is still needed.
     ``landing`` is for blocks of values that are mended before they are handed over. ``tasks`` are
@@ -54,16 +53,17 @@ class HopperShared:
         pool = T.SMEMPool()
         dtype = str(spec.q_dtype)
         dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
-        dim_slot = max(dim_qk, dim_vo) if tile.holds_queries else dim_qk
-        sizes = [tile.rows * dim_slot, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
+        dim_slot = max(dim_qk, dim_vo) if tile.slots_outputs else dim_qk
+        slots = tile.rows * tile.slots * dim_slot
+        sizes = [slots, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
         q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
         fetchers = 1 if comes_in_boxes(spec) else WARP
         feeders = tile.feeders * WARP if tile.gathers else 1
         arrivals = [
             *([feeders] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
-                [fetchers] * CONSUMERS,
-                [tile.warps // CONSUMERS] * CONSUMERS,
+                [fetchers] * tile.multipliers,
+                [tile.warps // tile.multipliers] * tile.multipliers,
                 [1],
                 [1] * tile.tasks,
             ),

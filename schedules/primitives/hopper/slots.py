@@ -1,12 +1,15 @@
-"""The slots of the two warpgroups: queries come through them, outputs leave through them.
+"""The slots of the warpgroups: queries come through them, outputs leave through them.
 
-A warp serves each slot. It holds the queries of the next item until the warpgroup has them in
-registers, then the outputs of this one until they are stored; or, where queries stay in the slot
-while they are used, only them.
+Two warps serve them. A slot holds the queries of the next item until its warpgroup has them in
+registers, then the outputs of this one until they are stored. Where queries stay in the slot while
+they are used, a warpgroup has two: those of items of even and of odd parity, counted along its
+queue; or, where there is no room, one, which only queries come through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -32,6 +35,7 @@ from tvm_attn.schedules.tiles_sm90 import (
     COLUMN_GROUP,
     ELEMENT_BYTES,
     WARPGROUP_ROWS,
+    HopperTile,
     comes_in_boxes,
     padded,
 )
@@ -41,18 +45,27 @@ from tvm_attn.worklist import NO_SLOT
 
 CHUNK = CHUNK_BYTES // ELEMENT_BYTES
 """Elements of 16 bytes."""
+SERVERS = 2
+"""Warps that serve the slots."""
+ENOUGH = 40
+"""Registers of a lane that has four chunks under way."""
 SHARES = WARPGROUP_ROWS // WARP
 """Rows of a slot whose offsets a lane has."""
 
 
 def stores_through_slot(cta: Cta) -> bool:
     """Whether outputs leave through the slots, in 16 bytes at a time."""
-    return bool(cta.tile.holds_queries) and itemsize(str(cta.spec.o_dtype)) == ELEMENT_BYTES
+    return bool(cta.tile.slots_outputs) and itemsize(str(cta.spec.o_dtype)) == ELEMENT_BYTES
 
 
-def slot_pointer(shared: Any, index: Expr, row: Expr, column: Expr) -> Expr:
-    """Address of an element in a warpgroup's slot."""
-    origin = index * (WARPGROUP_ROWS * shared.dim_slot)
+def slot_of(tile: HopperTile, index: Expr, parity: Expr) -> Expr:
+    """Return which slot a warpgroup has for an item of this parity."""
+    return index if tile.slots == 1 else index * tile.slots + parity
+
+
+def slot_pointer(shared: Any, slot: Expr, row: Expr, column: Expr) -> Expr:
+    """Address of an element in a slot."""
+    origin = slot * (WARPGROUP_ROWS * shared.dim_slot)
     return shared.q.ptr_to([origin + tile_index(WARPGROUP_ROWS, row, column)])
 
 
@@ -65,13 +78,13 @@ def row_offsets(tensor: Any, task: Task, place: Expr) -> Any:
     return offsets
 
 
-def at_once(chunks: int) -> int:
+def at_once(tile: HopperTile, chunks: int) -> int:
     """Chunks that a lane has under way, of a row of so many: registers are few."""
-    return 4 if chunks in (8, 16, 32) else 2
+    return 4 if chunks in (8, 16, 32) and tile.copying >= ENOUGH else 2
 
 
 @T.inline
-def fetch_queries(cta, given, index, t):
+def fetch_queries(cta, given, index, slot, t):
     """Begin to copy the queries of item `t`; their barrier waits for them."""
     task = T.meta_var(Task.of(cta, given.batch, t))
     chunks = T.meta_var(cta.spec.head_dim_qk // CHUNK)
@@ -79,15 +92,15 @@ def fetch_queries(cta, given, index, t):
     for share in T.unroll(SHARES):
         first: T.int32 = cta.lane.index
         while first < chunks * WARP:
-            for i in T.unroll(at_once(chunks)):
+            for i in T.unroll(at_once(cta.tile, chunks)):
                 at = T.meta_var(first + i * WARP)
                 column = T.meta_var(at % chunks * CHUNK)
                 copy_chunk(
-                    slot_pointer(cta.shared, index, share * WARP + at // chunks, column),
+                    slot_pointer(cta.shared, slot, share * WARP + at // chunks, column),
                     given.q.ptr_to([0, 0, of_lane(offsets[share], at // chunks) + column]),
                     T.bool(True),
                 )
-            first = first + at_once(chunks) * WARP
+            first = first + at_once(cta.tile, chunks) * WARP
     cta.shared.queries.arrive_with_copies(index)
 
 
@@ -102,27 +115,27 @@ def store_four(pointer: Expr, words: Any, first: Expr) -> Expr:
 
 
 @T.inline
-def store_outputs(cta, given, index, t):
-    """Store the outputs of item `t` that its warpgroup left in the slot."""
+def store_outputs(cta, given, index, slot, t):
+    """Store the outputs of item `t` that its warpgroup left in a slot."""
     task = T.meta_var(Task.of(cta, given.batch, t))
     out = T.meta_var(given.outputs.out)
     chunks = T.meta_var(cta.spec.dim_vo // CHUNK)
-    words = T.alloc_local((at_once(chunks) * 4,), "uint32")
+    words = T.alloc_local((at_once(cta.tile, chunks) * 4,), "uint32")
     offsets = T.meta_var(row_offsets(out, task, index * WARPGROUP_ROWS + cta.lane.index))
     rows: T.int32 = task.row_end - task.row0 - index * WARPGROUP_ROWS
     for share in T.unroll(SHARES):
         first: T.int32 = cta.lane.index
         while first < chunks * WARP:
-            for i in T.unroll(at_once(chunks)):
+            for i in T.unroll(at_once(cta.tile, chunks)):
                 at = T.meta_var(first + i * WARP)
                 row = T.meta_var(share * WARP + at // chunks)
-                load_four(words, i * 4, slot_pointer(cta.shared, index, row, at % chunks * CHUNK))
-            for i in T.unroll(at_once(chunks)):
+                load_four(words, i * 4, slot_pointer(cta.shared, slot, row, at % chunks * CHUNK))
+            for i in T.unroll(at_once(cta.tile, chunks)):
                 at = T.meta_var(first + i * WARP)
                 origin: T.let[T.int64] = of_lane(offsets[share], at // chunks)
                 if share * WARP + at // chunks < rows:
                     store_four(out.ptr_to([0, 0, origin + at % chunks * CHUNK]), words, i * 4)
-            first = first + at_once(chunks) * WARP
+            first = first + at_once(cta.tile, chunks) * WARP
 
 
 def rows_map(handle: Any, tensor: Any, group_size: int) -> TensorMap:
@@ -145,7 +158,7 @@ def free_slot(cta, index):
 
 
 @T.inline
-def begin_queries(cta, given, maps, index, t):
+def begin_queries(cta, given, maps, index, slot, t):
     """Begin to copy the queries of item `t`; their barrier waits for them."""
     if comes_in_boxes(cta.spec):
         task = T.meta_var(Task.of(cta, given.batch, t))
@@ -156,16 +169,16 @@ def begin_queries(cta, given, maps, index, t):
             for group in T.unroll(columns // COLUMN_GROUP):
                 column = T.meta_var(group * COLUMN_GROUP)
                 maps.q.load(
-                    slot_pointer(cta.shared, index, 0, column),
+                    slot_pointer(cta.shared, slot, 0, column),
                     box_of_slot(task, index, column),
                     barriers.pointer(index),
                 )
     else:
-        fetch_queries(cta, given, index, t)
+        fetch_queries(cta, given, index, slot, t)
 
 
 @T.inline
-def finish_outputs(cta, given, maps, index, t):
+def finish_outputs(cta, given, maps, index, slot, t):
     """Store the outputs of item `t`, and wait until the slot may be used again."""
     task = T.meta_var(Task.of(cta, given.batch, t))
     if comes_in_boxes(cta.spec):
@@ -173,55 +186,93 @@ def finish_outputs(cta, given, maps, index, t):
             if is_elected():
                 for group in T.unroll(padded(cta.spec.dim_vo) // COLUMN_GROUP):
                     column = T.meta_var(group * COLUMN_GROUP)
-                    source = T.meta_var(slot_pointer(cta.shared, index, 0, column))
+                    source = T.meta_var(slot_pointer(cta.shared, slot, 0, column))
                     maps.out.store(box_of_slot(task, index, column), source)
                 close_stores()
                 wait_for_stores()
         else:
-            store_outputs(cta, given, index, t)
+            store_outputs(cta, given, index, slot, t)
             publish_to_copies()
     else:
-        store_outputs(cta, given, index, t)
+        store_outputs(cta, given, index, slot, t)
 
 
 @T.inline
-def serve_slot(cta, given, maps, index, t0, end, feed):
-    """Serve a slot through all items; feed blocks between, if that is the warp's task as well.
+def one_after_another(tile, first, serve):
+    """Do something for warpgroup `first`, and every second one after it."""
+    index: T.int32 = first
+    while index < tile.multipliers:
+        serve(index)
+        index = index + SERVERS
+
+
+def of_each(tile: HopperTile, first: Expr, serve: Callable[[Expr], None]) -> None:
+    """Do something for each warpgroup that a warp serves, of which `first` is the first."""
+    if tile.multipliers == SERVERS:
+        serve(first)
+    else:
+        one_after_another(tile, first, serve)
+
+
+@T.inline
+def follow_queries(cta, given, maps, index, slot, t, end):
+    """Begin to copy the queries of the item after `t`, or say that the slot is free."""
+    if t + 1 < end:
+        begin_queries(cta, given, maps, index, slot, t + 1)
+    elif cta.tile.holds_queries:
+        free_slot(cta, index)
+
+
+@T.inline
+def follow_outputs(cta, given, maps, index, slot, t, parity):
+    """Wait for the outputs of item `t`, and store them."""
+    cta.shared.outputs.wait(parity, index)
+    task = T.meta_var(Task.of(cta, given.batch, t))
+    if stores_through_slot(cta):
+        if task.slot == NO_SLOT:
+            finish_outputs(cta, given, maps, index, slot, t)
+    T.cuda.warp_sync()
+
+
+@T.inline
+def replace_queries(cta, given, maps, index, t, parity):
+    """Copy the queries of item `t` once those of the item before it are not needed."""
+    cta.shared.outputs.wait(parity, index)
+    begin_queries(cta, given, maps, index, index, t)
+
+
+@T.inline
+def serve_slots(cta, given, maps, first, t0, end, feed):
+    """Serve slots through all items; feed blocks between, if that is the warp's task as well.
 
     Outputs of an item come after the first block of the next one was attended to, so that is fed
     before they are waited for.
     """
     shared = T.meta_var(cta.shared)
+    each = T.meta_var(partial(of_each, cta.tile, first))
+    slot = T.meta_var(partial(slot_of, cta.tile))
     parity: T.int32 = 0
     t: T.int32 = t0
     shared.known.wait(0, t % cta.tile.tasks)
-    begin_queries(cta, given, maps, index, t)
+    each(lambda index: begin_queries(cta, given, maps, index, slot(index, 0), t))
     feed_last_block(feed, given.batch, t)
-    if cta.tile.holds_queries:
-        shared.outputs.wait(parity, index)
+    if cta.tile.slots_outputs:
+        each(lambda index: T.evaluate(shared.outputs.wait(parity, index)))
         parity = T.bitwise_xor(parity, 1)
     while t < end:
         if t + 1 < end:
             shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
-        if cta.tile.holds_queries:
-            if t + 1 < end:
-                begin_queries(cta, given, maps, index, t + 1)
-            else:
-                free_slot(cta, index)
+        if cta.tile.slots_outputs:
+            own = T.meta_var(T.bitwise_xor(parity, 1))
+            each(lambda i: follow_queries(cta, given, maps, i, slot(i, parity), t, end))
             feed_blocks(feed, given.batch, t, 1)
             if t + 1 < end:
                 feed_last_block(feed, given.batch, t + 1)
-            shared.outputs.wait(parity, index)
-            task = T.meta_var(Task.of(cta, given.batch, t))
-            if stores_through_slot(cta):
-                if task.slot == NO_SLOT:
-                    finish_outputs(cta, given, maps, index, t)
-            T.cuda.warp_sync()
+            each(lambda i: follow_outputs(cta, given, maps, i, slot(i, own), t, parity))
         else:
             feed_blocks(feed, given.batch, t, 1)
             if t + 1 < end:
-                shared.outputs.wait(parity, index)
-                begin_queries(cta, given, maps, index, t + 1)
+                each(lambda index: replace_queries(cta, given, maps, index, t + 1, parity))
                 feed_last_block(feed, given.batch, t + 1)
         parity = T.bitwise_xor(parity, 1)
         t = t + 1

@@ -13,8 +13,10 @@ compiler from moving the wait for the values up.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -134,8 +136,8 @@ def move_references(cta, group, begin, end):
 
 
 @T.inline
-def weigh(cta, begin, end):
-    """Turn scores into weights, and sum them."""
+def weigh_one_by_one(cta, begin, end):
+    """Turn scores into weights, and add each to the total of its row."""
     r = T.meta_var(cta.registers)
     for n in T.unroll(end - begin):
         for i in T.unroll(HALVES):
@@ -143,6 +145,28 @@ def weigh(cta, begin, end):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
                 r.score[at] = T.exp2(r.score[at])
                 r.total[i] = r.total[i] + r.score[at]
+
+
+def weigh_by_pairs(cta: Cta, begin: int, end: int) -> None:
+    """Turn scores of a few column tiles into weights, add them up by pairs, and to the totals."""
+    r = cta.registers
+    for n, i, e in itertools.product(range(begin, end), range(HALVES), range(2)):
+        at = cta.score(0, n, i, e)
+        T.buffer_store(r.score, T.exp2(r.score[at]), [at])
+    for i in range(HALVES):
+        rows = (cta.score(0, n, i) for n in range(begin, end))
+        pairs = [r.score[at] + r.score[at + 1] for at in rows]
+        T.buffer_store(r.total, r.total[i] + functools.reduce(operator.add, pairs), [i])
+
+
+def weigh(cta: Cta, begin: int, end: int) -> None:
+    """Turn scores into weights, and sum them."""
+    r, step = cta.registers, cta.tile.paired
+    if step:
+        for first in range(begin, end, step):
+            weigh_by_pairs(cta, first, min(first + step, end))
+    else:
+        weigh_one_by_one(cta, begin, end)
     hold(r.score, cta.score(0, begin, 0), cta.score(0, end, 0))
     hold(r.total)
 

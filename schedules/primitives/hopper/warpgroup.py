@@ -1,4 +1,4 @@
-"""What a warpgroup keeps in registers, and how two of them take turns at the tensor cores."""
+"""What a warpgroup keeps in registers, and how they take turns at the tensor cores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tvm_attn.schedules.primitives.hopper.barriers import Cursor
 from tvm_attn.schedules.primitives.hopper.shared import HopperShared
 from tvm_attn.schedules.primitives.hopper.wgmma import Operand, keys_operand, values_operand
 from tvm_attn.schedules.primitives.shapes import COLUMNS
-from tvm_attn.schedules.tiles_sm90 import CONSUMERS, WARPGROUP_THREADS, HopperTile
+from tvm_attn.schedules.tiles_sm90 import WARPGROUP_ROWS, WARPGROUP_THREADS, HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import Expr
 
-TURN, TOGETHER = 1, 3
-"""Named barriers: the first of two by whose turn it is, and that of both warpgroups."""
-THREADS = CONSUMERS * WARPGROUP_THREADS
+TURN = 1
+"""The first of the named barriers: one for the turns of each warpgroup, then that of all."""
+TWO = 2 * WARPGROUP_THREADS
+"""Threads of the warpgroup that waits for its turn, and of the one that passes it."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class Warpgroup:
-    """One of the two warpgroups that multiply: which, its operands, and where it is in the rings.
+    """A warpgroup that multiplies: which, its operands, and where it is in the rings.
 
     Parameters
     ----------
-    index : Expr
-        0 or 1.
+    index, count : Expr, int
+        Which, of how many.
     k, v, q : Operand
         Keys, values, and the warpgroup's own queries, in shared memory.
     k_at, v_at : Cursor
@@ -129,6 +130,7 @@ class Warpgroup:
     """
 
     index: Expr
+    count: int
     k: Operand
     v: Operand
     q: Operand
@@ -143,9 +145,10 @@ class Warpgroup:
         """Begin at the first stages."""
         return Warpgroup(
             index,
+            tile.multipliers,
             keys_operand(shared.k, tile.block, shared.dim_qk),
             values_operand(shared.v, tile.block, shared.dim_vo),
-            keys_operand(shared.q, tile.rows // CONSUMERS, shared.dim_slot),
+            keys_operand(shared.q, WARPGROUP_ROWS, shared.dim_slot),
             Cursor.begin(shared.keys, fills=False),
             Cursor.begin(shared.values, fills=False),
             Flags.allocate(),
@@ -159,19 +162,24 @@ class Warpgroup:
         return self.place[0]
 
     def take_turn(self) -> Expr:
-        """Wait for the other warpgroup to have begun its multiplications."""
-        return T.ptx.bar.sync(T.uint32(TURN) + tirx.Cast("uint32", self.index), THREADS)
+        """Wait for the warpgroup before this one to have begun its multiplications."""
+        return T.ptx.bar.sync(T.uint32(TURN) + tirx.Cast("uint32", self.index), TWO)
 
     def pass_turn(self) -> Expr:
-        """Let the other warpgroup begin its multiplications."""
-        return T.ptx.bar.arrive(T.uint32(TURN + 1) - tirx.Cast("uint32", self.index), THREADS)
+        """Let the next warpgroup begin its multiplications."""
+        index = tirx.Cast("uint32", self.index)
+        if self.count == 2:
+            return T.ptx.bar.arrive(T.uint32(TURN + 1) - index, TWO)
+        is_last = index == T.uint32(self.count - 1)
+        return T.ptx.bar.arrive(tirx.Select(is_last, T.uint32(TURN), index + (TURN + 1)), TWO)
 
 
 def begin_turns() -> Expr:
     """Let the first warpgroup have the first turn; it says so itself."""
-    return T.ptx.bar.arrive(T.uint32(TURN), THREADS)
+    return T.ptx.bar.arrive(T.uint32(TURN), TWO)
 
 
-def meet() -> Expr:
-    """Wait for both warpgroups."""
-    return T.ptx.bar.sync(T.uint32(TOGETHER), THREADS)
+def meet(tile: HopperTile) -> Expr:
+    """Wait for all warpgroups that multiply."""
+    threads = tile.multipliers * WARPGROUP_THREADS
+    return T.ptx.bar.sync(T.uint32(TURN + tile.multipliers), threads)
