@@ -26,8 +26,12 @@ SHORTEST = 4
 """Granules of the shortest piece of a CTA alone, and at least so many for the CTAs of a cluster."""
 CROWD = 2
 """Pieces for each queue that are as many as there may be."""
-MEMORY, CTA, MERGING = 4.5e6, 75e3, 35e3
-"""Bytes a microsecond: what all CTAs read together, what one reads, what one merges."""
+MEMORY, COPYING, MERGING = 4.5e6, 140e3, 36e3
+"""Bytes a microsecond: what all CTAs read together, what one copies, what one merges."""
+TOKEN = 2.8e-3
+"""Microseconds of a CTA for a token besides."""
+BESIDE_PARTS = 1.045
+"""How much longer reading takes where parts are written and merged meanwhile."""
 
 
 class Costs(NamedTuple):
@@ -39,10 +43,10 @@ class Costs(NamedTuple):
 
 
 COSTS = {
-    1: Costs(3.1, 0.05, 2.5),
-    2: Costs(4.6, 0.05, 2.7),
-    4: Costs(4.6, 1.7, 3.2),
-    8: Costs(4.4, 2.1, 4.0),
+    1: Costs(3.1, 0.7, 2.9),
+    2: Costs(4.6, 1.0, 2.3),
+    4: Costs(4.6, 3.6, 3.1),
+    8: Costs(4.8, 4.0, 3.2),
 }
 """By the size of the clusters."""
 
@@ -63,6 +67,11 @@ class Work:
     def longest(self) -> int:
         """Tokens of the longest unit."""
         return int(self.kv_len.max())
+
+    @property
+    def cta_speed(self) -> float:
+        """Bytes a microsecond that a CTA reads when it has the memory for itself."""
+        return self.token_bytes / (TOKEN + self.token_bytes / COPYING)
 
     @cached_property
     def tokens(self) -> int:
@@ -101,10 +110,13 @@ class Way:
     def least(self, work: Work) -> float:
         """Return how long it takes if all that are busy have the same to read."""
         ctas = min(self.pieces, self.queues) * self.family.cluster
-        slowness = ((CTA * ctas) ** -2.5 + MEMORY**-2.5) ** 0.4
+        slowness = ((work.cta_speed * ctas) ** -2.5 + MEMORY**-2.5) ** 0.4
+        reading = work.tokens * work.token_bytes * float(slowness)
         parts = -(-work.longest // self.split)
-        merging = self.costs.cut + parts * work.part_bytes / MERGING if parts > 1 else 0.0
-        return self.costs.launch + work.tokens * work.token_bytes * float(slowness) + merging
+        if parts > 1:
+            merging = parts * work.part_bytes / MERGING
+            return self.costs.launch + reading * BESIDE_PARTS + self.costs.cut + merging
+        return self.costs.launch + reading
 
     def estimate(self, work: Work) -> float:
         """Return how long it takes: the longest queue goes on alone, at its own speed."""
@@ -112,8 +124,9 @@ class Way:
         longest = min(work.longest, self.split)
         if self.pieces > self.queues:
             longest = work.longest_queue(self.split, self.queues)
-        rest = (longest - work.tokens / busy) * work.token_bytes / (CTA * self.family.cluster)
-        return self.least(work) + rest + (self.pieces / busy - 1) * self.costs.item
+        rest = (longest - work.tokens / busy) * work.token_bytes
+        alone = rest / (work.cta_speed * self.family.cluster)
+        return self.least(work) + alone + (self.pieces / busy - 1) * self.costs.item
 
 
 def ways(work: Work, queues: Mapping[Family, int]) -> Iterator[Way]:
