@@ -172,7 +172,7 @@ def merge_parts(cta, given, task, arrivals):
         arrive(task.slot, given.work.merge_indptr, arrivals, verdict, cta.thread, meet_all)
         if verdict[0] != NOBODY:
             merge_unit(cta, given, verdict[0])
-        if not cta.tile.holds_queries:
+        if not cta.tile.slots_outputs:
             clear(cta.registers.out)
 
 

@@ -192,7 +192,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     """
     narrow = [_narrow(spec)] if max(spec.head_dim_qk, spec.dim_vo) <= COLUMN_GROUP else []
     holds = max(spec.head_dim_qk, spec.dim_vo) <= WIDEST_HELD
-    tiles = [
+    tiles = narrow + [
         HopperTile(
             block=block,
             stages=2,
@@ -205,7 +205,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
     ]
-    return narrow + (tiles if holds else [tile for tile in tiles if has_room(tile, spec)])
+    return tiles if holds else [tile for tile in tiles if has_room(tile, spec)]
 
 
 def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:

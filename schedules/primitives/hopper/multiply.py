@@ -23,16 +23,15 @@ from tvm_attn.variant import Expr
 
 
 def queries_at_hand(cta: Cta, group: Warpgroup, parity: Expr) -> Any:
-    """Return the descriptor of the queries of an item of this parity.
+    """Return a register with the descriptor of the queries of an item of this parity.
 
-    Of wide heads, which have one slot, it is made anew, in a register: else the compiler would keep
-    those of all steps from block to block, in more registers than there are.
+    Where a warpgroup has one slot it is made anew: else the compiler would keep those of all steps
+    from block to block, in more registers than there are.
     """
-    slot = slot_of(cta.tile, group.index, parity)
     if cta.tile.slots > 1:
-        return group.q.at_stage(slot)
+        return group.q.at_stage(slot_of(cta.tile, group.index, parity))
     index = T.alloc_local((1,), "int32")
-    T.buffer_store(index, slot, [0])
+    T.buffer_store(index, group.index, [0])
     hold(index)
     return group.q.at_stage(index[0])
 
@@ -47,8 +46,8 @@ def begin_qk(cta: Cta, group: Warpgroup, parity: Expr) -> None:
     if cta.tile.holds_queries:
         multiply_keys(cta.dtype, r.score, r.query, keys, group.k, cta.spec.head_dim_qk)
     else:
-        dim = cta.spec.head_dim_qk
         queries = queries_at_hand(cta, group, parity)
+        dim = cta.spec.head_dim_qk
         multiply_shared(cta.dtype, r.score, queries, group.q, keys, group.k, dim)
     T.evaluate(close_group())
 
