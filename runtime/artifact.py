@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -74,6 +75,21 @@ class Artifact:
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
         return buffer.getvalue()
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file.
+
+        Raises
+        ------
+        ArtifactError
+            If there can be no such file.
+        """
+        try:
+            Path(path).write_bytes(self.to_bytes())
+        except (OSError, TypeError) as error:
+            raise ArtifactError(
+                f"path={path!r} cannot be written ({error}); name a file in a folder that exists"
+            ) from error
 
 
 def read_artifact(path: Path) -> Artifact:

@@ -52,11 +52,15 @@ def caption(work: WorkList) -> tuple[str, str]:
     pieces, units = int((work.items[:, Item.SLOT] != NO_SLOT).sum()), len(work.merge_items)
     cut = f", {units} unit{'s'[: units > 1]} cut into {pieces} pieces" if pieces else ""
     mean = work.total_load / max(work.num_ctas, 1)
+    lanes, whole = f"{work.num_ctas} CTAs", ""
+    if work.family.cluster > 1:
+        lanes = f"{work.num_ctas} clusters of {work.family.cluster} CTAs"
+        whole = "" if pieces else "; none is cut, the CTAs of a cluster share each item"
     return (
         f"{work.family.name} tiles ({work.family.rows} rows): {len(work.items)} items on "
-        f"{work.num_ctas} CTAs{cut}",
+        f"{lanes}{cut}",
         f"load at most {work.max_load} blocks of {work.family.block} tokens, {mean:.1f} on "
-        f"average: imbalance {work.imbalance:.2f}",
+        f"average: imbalance {work.imbalance:.2f}{whole}",
     )
 
 

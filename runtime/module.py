@@ -287,8 +287,8 @@ class AttentionModule:
         return workspace_size(self.spec, self.families, limits, num_ctas, split)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the kernel to a file that `load` reads, without a compiler and without TVM."""
-        Path(path).write_bytes(self._artifact.to_bytes())
+        """Write the kernel to a file that `load` reads without TVM, or raise `ArtifactError`."""
+        self._artifact.write(path)
 
     @property
     def tir(self) -> str:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.caches import Cache, built_in, copied
 from tests.cases import kernel
 from tvm_attn import env, pipeline, variants
 from tvm_attn.codegen import host
-from tvm_attn.errors import ArtifactError, CompileError
+from tvm_attn.errors import ArtifactError, CompileError, DTypeError, TargetError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, parse_target
@@ -101,6 +102,13 @@ def test_files_that_are_no_artifact(tmp_path: Path, content: bytes | None, words
     with pytest.raises(ArtifactError, match=words) as raised:
         ta.load(path)
     assert str(path) in str(raised.value)
+
+
+def test_a_kernel_is_exported_to_a_file(exported: Path, tmp_path: Path) -> None:
+    module = ta.load(exported)
+    for path in (tmp_path, tmp_path / "no" / "folder.tar", None):
+        with pytest.raises(ArtifactError, match=r"cannot be written .* name a file in a folder"):
+            module.export(path)  # type: ignore[arg-type]
 
 
 def test_a_directory_is_no_artifact(tmp_path: Path) -> None:
@@ -280,6 +288,27 @@ def test_many_kernels_come_in_order(cache: Cache) -> None:
     assert [module.spec for module in modules] == [wide, SMALL]
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
     assert ta.build_many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    [
+        ([SPEC], r"requests are tuples \(spec,\), .* got AttentionSpec"),
+        ([(SPEC, None, None, "cpu")], "requests are tuples"),
+        ([()], r"requests are tuples .* got \(\)"),
+        (SPEC, "requests are tuples .* got AttentionSpec"),
+    ],
+)
+def test_requests_for_many_kernels(requests: Any, words: str) -> None:
+    with pytest.raises(DTypeError, match=words):
+        ta.build_many(requests)
+
+
+def test_many_kernels_of_a_schedule(cache: Cache) -> None:
+    [module] = ta.build_many([(SMALL, variants.causal())], schedule="cpu")
+    assert module.backend == "cpu"
+    with pytest.raises(TargetError, match="schedule='sm80' is no backend"):
+        ta.build_many([(SMALL,)], schedule="sm80")
 
 
 def test_one_of_many_kernels_that_cannot_be_built(cache: Cache) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -68,6 +69,15 @@ def test_text_shows_every_item_and_load(work: WorkList) -> None:
         "  cta 1 |" + "/" * 24 + "▒" * 9 + "| 11",
     ]
     assert legend.endswith("pieces of cut units")
+
+
+def test_clusters_say_why_nothing_is_cut(work: WorkList) -> None:
+    whole = work_list([[item(0, 0, 640)], [item(1, 0, 128)]])
+    shared, cut = (replace(one, family=replace(FAMILY, cluster=4)) for one in (whole, work))
+    title, loads = caption(shared)
+    assert title == "short tiles (16 rows): 2 items on 2 clusters of 4 CTAs"
+    assert loads.endswith("imbalance 1.50; none is cut, the CTAs of a cluster share each item")
+    assert caption(cut)[1].endswith("imbalance 1.05")
 
 
 def test_text_is_as_wide_as_asked(work: WorkList) -> None:

@@ -99,6 +99,12 @@ def test_cpu_targets_survive_the_way_through_tvm(form: str) -> None:
     assert parse_target(target.to_tvm()) == parse_target(str(target)) == target
 
 
+def test_numbers_of_an_architecture_may_be_written_as_they_are() -> None:
+    limit = ARCHS["sm_80"].shared_memory_per_block
+    written = f"cuda -arch=sm_80 -max_shared_memory_per_block={limit}"
+    assert parse_target(written) == parse_target("sm_80")
+
+
 def test_a_host_of_a_tvm_target_is_not_used() -> None:
     config = {"kind": "cuda", "arch": "sm_80", "host": {"kind": "llvm", "mcpu": "x86-64-v2"}}
     assert parse_target(_compat.tvm_target(config)) == parse_target(config) == parse_target("sm_80")
@@ -127,6 +133,12 @@ def test_our_tags_agree_with_tvm(tag: str) -> None:
         ("sm_80a", "'sm_80a' is not supported"),
         ("cuda -arch=sm_75", "'sm_75' is not supported"),
         ("cuda sm_90", "'sm_90' is not an option"),
+        (
+            "cuda -arch=sm_80 -max_shared_memory_per_block=49152",
+            "-max_shared_memory_per_block=49152 cannot be chosen: .* it is 166912",
+        ),
+        ({"kind": "cuda", "arch": "sm_80", "num-cores": 3}, "-num-cores=3 .* nothing depends"),
+        ("llvm -mcpu=x86-64-v3 -num-cores=4", "-num-cores=4 cannot be chosen"),
         ("cuda -arch=sm_90 -libs=cublas", r"cuda has no option \['libs'\], only -arch"),
         ("llvm -march=x86-64", r"llvm has no option \['march'\], only -mcpu, -mattr, -mtriple"),
         ("llvm -mcpu=native -mtriple=aarch64-linux-gnu", "cannot go with mtriple"),

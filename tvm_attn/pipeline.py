@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80", "sm90")}
 _loaded: dict[str, tuple[Artifact, Library]] = {}
 """Artifacts this process has loaded, by cache key."""
 
+REQUEST_SIZE = 3  # positional arguments of `build`
 PATIENCE = 60.0
 """Seconds to wait for a part that another process compiles, once it is needed."""
 
-_jobs: list[tuple[Any, ...]] = []
+_jobs: list[Callable[..., AttentionModule]] = []
 """What `build_many` is building: its processes inherit it, since hooks cannot be pickled."""
 
 
@@ -176,7 +177,10 @@ def tile_tables(
 
 
 def build_many(
-    requests: Iterable[tuple[Any, ...]], *, progress: Progress | None = None
+    requests: Iterable[tuple[Any, ...]],
+    *,
+    schedule: str | None = None,
+    progress: Progress | None = None,
 ) -> list[AttentionModule]:
     """Build several kernels in parallel.
 
@@ -188,6 +192,8 @@ def build_many(
     requests : iterable of tuple
         Positional arguments of `build`: ``(spec,)``, ``(spec, variant)`` or ``(spec, variant,
         target)``.
+    schedule : str, optional
+        As in `build`, for all of them.
     progress : callable, optional
         Called with a line for each kernel that is ready. Without it, a terminal shows a bar.
 
@@ -195,8 +201,13 @@ def build_many(
     -------
     list of AttentionModule
         In the order of `requests`.
+
+    Raises
+    ------
+    DTypeError
+        If a request is no such tuple. Other errors are those of `build`.
     """
-    jobs = list(requests)
+    jobs = [partial(build, *given, schedule=schedule) for given in _checked_requests(requests)]
     _compat.import_tvm()
     _jobs[:] = jobs
     try:
@@ -208,10 +219,10 @@ def build_many(
             ) as pool,
         ):
             for done, index in enumerate(pool.map(_build_job, range(len(jobs))), start=1):
-                report(f"{done}/{len(jobs)} {jobs[index][0]}")
+                report(f"{done}/{len(jobs)} {jobs[index].args[0]}")
     finally:
         _jobs.clear()
-    return [build(*job) for job in jobs]
+    return [job() for job in jobs]
 
 
 def build_functions(
@@ -276,6 +287,17 @@ def forget_loaded() -> None:
     _loaded.clear()
 
 
+def _checked_requests(requests: object) -> list[tuple[Any, ...]]:
+    listed: list[Any] = list(requests) if isinstance(requests, Iterable) else [requests]
+    for given in listed:
+        if not isinstance(given, tuple | list) or not 1 <= len(given) <= REQUEST_SIZE:
+            raise DTypeError(
+                "requests are tuples (spec,), (spec, variant) or (spec, variant, target), "
+                f"got {given!r}"
+            )
+    return listed
+
+
 def _check_types(spec: object, variant: object) -> None:
     if not isinstance(spec, AttentionSpec):
         raise DTypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
@@ -311,7 +333,7 @@ def _tiles_to_try(
 
 
 def _build_job(index: int) -> int:
-    build(*_jobs[index], progress=_progress.unheard)
+    _jobs[index](progress=_progress.unheard)
     return index
 
 

@@ -302,7 +302,22 @@ def _parse_config(config: dict[str, Any]) -> BuildTarget:
     if unknown:
         options = ", ".join(f"-{option}" for option in _OPTIONS[kind])
         raise TargetError(f"{kind} has no option {sorted(unknown)}, only {options}; {_ALLOWED}")
-    return _cuda_target(given.get("arch")) if kind == "cuda" else _cpu_target(given)
+    made = _cuda_target(given.get("arch")) if kind == "cuda" else _cpu_target(given)
+    if "keys" not in config:
+        _check_derived(config, made)
+    return made
+
+
+def _check_derived(config: dict[str, Any], made: BuildTarget) -> None:
+    """Refuse numbers that a person wrote and that are not ours; those of TVM come with `keys`."""
+    own = made._config()
+    own["max_num_threads"] = own.get("max_threads_per_block")
+    for name in sorted(set(config) & _DERIVED - {"tag", "host"}):
+        if str(config[name]) != str(own.get(name)):
+            follows = f"it is {own[name]}" if own.get(name) else "nothing depends on it"
+            raise TargetError(
+                f"-{name}={config[name]} cannot be chosen: of {made}, {follows}; leave it out"
+            )
 
 
 def _parse_device(kind: str, index: int | None) -> BuildTarget:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import tirx
 
 from tvm_attn.errors import CompileError
 from tvm_attn.spec import AttentionSpec, Param
+from tvm_attn.tir.hook_arrays import integer
+from tvm_attn.tir.hook_checks import check_elements, check_variables
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.visibility import clear_bits_hide
-from tvm_attn.variant import HOOKS, as_expr
+from tvm_attn.variant import HOOKS, AttentionVariant, Expr, as_expr
 
 QUERY = ("batch", "kv_head", "qo_len", "kv_len", "qo_idx", "q_pos", "qo_head")
 KEY = ("batch", "kv_head", "qo_len", "kv_len", "kv_idx", "kv_pos")
@@ -32,11 +34,17 @@ FIELDS = {
 }
 """What each hook's context holds besides the parameters; `Hooks.range_context` has kv_range's."""
 
+ROWS = ("query_transform", "key_transform", "value_transform")
+"""Hooks that get a row, and the number of an element."""
+
 PAIRS = ("kv_range", "initial_state")
 """Hooks that return two results."""
 
+NUMBERS = ("int", "float")
 RESULTS = {"mask": ("bool",), "kv_range": ("int", "NoneType")}
 """Types a hook may return; every other hook returns numbers."""
+
+LIBRARIES = {"tvm_attn", "tvm", "tvm_ffi"}
 
 
 def fingerprint(hooks: Hooks, spec: AttentionSpec) -> str:
@@ -75,11 +83,12 @@ def _variable(name: str, dtype: str = "int32") -> Any:
 
 def _traced(hooks: Hooks, spec: AttentionSpec, name: str) -> str:
     try:
-        result = getattr(hooks.variant, name)(*_arguments(hooks, spec, name))
+        given = _given(hooks, spec, name)
+        result = getattr(hooks.variant, name)(*given.arguments)
         results = result if name in PAIRS else (result,)
         if name in PAIRS and (not isinstance(results, tuple) or len(results) != 2):
             raise TypeError(f"returned {result!r}, expected a pair")
-        return " ; ".join(_checked(expr, RESULTS.get(name, ("int", "float"))) for expr in results)
+        return " ; ".join(_checked(expr, RESULTS.get(name, NUMBERS), given) for expr in results)
     except Exception as error:
         raise CompileError(
             f"variant {str(hooks.variant)!r}: its {name} cannot be traced: "
@@ -87,35 +96,62 @@ def _traced(hooks: Hooks, spec: AttentionSpec, name: str) -> str:
         ) from error
 
 
-def _arguments(hooks: Hooks, spec: AttentionSpec, name: str) -> list[Any]:
+class _Given(NamedTuple):
+    """The arguments of a hook, the variables that they are made of, and its row if it has one."""
+
+    arguments: list[Any]
+    variables: list[Any]
+    row: Any = None
+
+
+def _given(hooks: Hooks, spec: AttentionSpec, name: str) -> _Given:
     if name == "kv_range":
-        batch, qo_len, kv_len, q_lo, q_hi = (
-            _variable(n) for n in ("batch", "qo_len", "kv_len", "q_lo", "q_hi")
-        )
-        return [hooks.range_context(batch=batch, qo_len=qo_len, kv_len=kv_len), q_lo, q_hi]
-    ctx = hooks.context(**{field: _variable(field) for field in FIELDS[name]})
-    if name in ("query_transform", "key_transform", "value_transform"):
+        batch, qo_len, kv_len, *ends = map(_variable, ("batch", "qo_len", "kv_len", "q_lo", "q_hi"))
+        ctx = hooks.range_context(batch=batch, qo_len=qo_len, kv_len=kv_len)
+        return _Given([ctx, *ends], [batch, qo_len, kv_len, *ends, *hooks.variables(at="plan")])
+    fields = {field: _variable(field) for field in FIELDS[name]}
+    ctx, variables = hooks.context(**fields), [*fields.values(), *hooks.variables()]
+    if name in ROWS:
         dim = spec.dim_vo if name == "value_transform" else spec.head_dim_qk
-        row = tirx.decl_buffer([dim], "float32", name="_row")
-        return [ctx, lambda e: row[e], _variable("d")]
+        row, d = tirx.decl_buffer([dim], "float32", name="_row"), _variable("d")
+
+        def element(e: Any) -> Expr:
+            return row[integer(as_expr(e), "x(e): e")]
+
+        return _Given([ctx, element, d], [*variables, row, d], row)
     numbers = {"logits_transform": ("s",), "output_transform": ("o", "lse")}.get(name, ())
-    return [ctx, *(_variable(number, "float32") for number in numbers)]
+    arguments = [_variable(number, "float32") for number in numbers]
+    return _Given([ctx, *arguments], [*variables, *arguments])
 
 
-def _checked(expr: Any, allowed: tuple[str, ...]) -> str:
+def _checked(expr: Any, allowed: tuple[str, ...], given: _Given) -> str:
     expr = as_expr(expr)
     kind = str(expr.ty) if hasattr(expr, "ty") else type(expr).__name__
     if kind.rstrip("0123456789") not in allowed:
         raise TypeError(f"returned {expr} of type {kind}, expected {' or '.join(allowed)}")
+    if hasattr(expr, "ty"):
+        check_variables(expr, given.variables)
+        if given.row is not None:
+            check_elements(expr, given.row, given.arguments[-1])
     return str(expr)
 
 
 def _user_line(error: Exception, hook: Any) -> str:
     """Innermost line of a traceback outside of this package and TVM, else where the hook begins."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not {"tvm_attn", "tvm"} & set(Path(f.filename).parts)]
+    own = [f for f in frames if f.line and not LIBRARIES & set(Path(f.filename).parts)]
     if own:
         frame = own[-1]
         return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+    return "\n".join(_beginnings(hook))
+
+
+def _beginnings(hook: Any) -> list[str]:
+    """Where a hook begins, or each of the hooks that it is composed of."""
     code = getattr(hook, "__code__", None)
-    return f'  File "{code.co_filename}", line {code.co_firstlineno}' if code else f"  in {hook!r}"
+    if code is None:
+        return [f"  in {hook!r}"]
+    parts = [cell.cell_contents for cell in hook.__closure__ or ()]
+    if code.co_filename == AttentionVariant.__and__.__code__.co_filename and parts:
+        return [line for part in parts for line in _beginnings(part)]
+    return [f'  File "{code.co_filename}", line {code.co_firstlineno}']

@@ -12,6 +12,7 @@ from tvm import tirx
 
 from tvm_attn.errors import VariantError
 from tvm_attn.spec import Param
+from tvm_attn.tir.hook_arrays import HookArray
 from tvm_attn.tir.signature import array
 from tvm_attn.tir.states import LOG2E, Accumulation, OnlineSoftmax, PlainSum, f32
 from tvm_attn.variant import AttentionVariant, Expr, as_expr
@@ -70,7 +71,7 @@ class Hooks:
             shape = [s if isinstance(s, int) else free[s] for s in param.shape]
             buffer = array(name, shape, param.dtype)
             self._variables[name] = [buffer]
-            self._readers[name] = lambda ctx: buffer
+            self._readers[name] = lambda ctx: HookArray(name, buffer)
         else:
             bits = array(name, [tirx.Var(f"{name}__bytes", "int64")], "uint8")
             indptr = array(f"{name}__indptr", [tirx.Var(f"{name}__rows", "int32")], "int64")
@@ -85,6 +86,12 @@ class Hooks:
             if at is None or param.at == at
             for variable in self._variables[param.name]
         ]
+
+    def variables(self, *, at: str | None = None) -> list[Any]:
+        """Return `parameters`, and the sizes of those that are arrays."""
+        params = self.parameters(at=at)
+        sizes = [size for param in params for size in getattr(param, "shape", ())]
+        return [*params, *(size for size in sizes if isinstance(size, tirx.Var))]
 
     def bitmaps(self) -> dict[str, tuple[Any, Any]]:
         """Return the bits and the row pointers of each bitmap parameter."""
