@@ -75,6 +75,7 @@ def test_both_compilers_know_every_architecture(compiler: CudaCompiler, arch: st
     assert code.cubin.startswith(b"\x7fELF")
     assert f".target {ARCHS[arch].code}" in code.ptx and ".entry staged_kernel" in code.ptx
     assert "staged_kernel" in code.source and "cp.async.ca.shared.global" in code.source
+    assert "\n.global" not in code.ptx, "headers leave no constants"
     assert "staged_kernel" in code.report and ARCHS[arch].code in code.report
     [(name, figures)] = code.resources.items()
     used = Resources(**figures)

@@ -12,14 +12,15 @@ from tvm_attn._flashinfer.arguments import (
     KVCache,
     Scale,
     check_stride_variant,
+    host_indices,
     implemented_except,
     index_array,
     last_page_len,
-    on_host,
     paged_cache,
 )
 from tvm_attn._flashinfer.options import Options
 from tvm_attn._flashinfer.wrapper import Wrapper
+from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import PlanError, ShapeError
 
 
@@ -89,8 +90,12 @@ class BatchAttention(Wrapper):
         PlanError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
-        qo_indptr, kv_indptr, kv_indices, kv_len_arr = on_host(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        checked_size(page_size, "page_size")
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = host_indices(
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_len_arr=kv_len_arr,
         )
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         spec = self._spec(heads, (q_data_type, kv_data_type, None), page_size)

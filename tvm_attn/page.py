@@ -18,6 +18,7 @@ from tvm_attn._flashinfer.arguments import (
     kv_lengths,
     split_cache,
 )
+from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
 from tvm_attn.runtime.device import CPU, access_unit, check_device
 from tvm_attn.runtime.executor import check_tensor
@@ -57,6 +58,7 @@ def get_seq_lens(
     >>> get_seq_lens([0, 1, 1, 4], [5, 9, 2], 16).tolist()
     [5, 0, 34]
     """
+    checked_size(page_size, "page_size")
     arrays = {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
     table = _on_device(_device_of(arrays), arrays)
     return kv_lengths(table["kv_indptr"], table["kv_last_page_len"], page_size)

@@ -29,6 +29,7 @@ __all__ = [
     "check_lengths",
     "check_stride_variant",
     "data_types",
+    "host_indices",
     "implemented_except",
     "index_array",
     "kv_lengths",
@@ -126,6 +127,15 @@ def check_buffer(buffer: Any, name: str) -> torch.Tensor:
 def on_host(*arrays: Any) -> tuple[Any, ...]:
     """Return arrays on the host: what is on a GPU is copied, which waits for the GPU."""
     return tuple(a.cpu() if isinstance(a, torch.Tensor) and a.is_cuda else a for a in arrays)
+
+
+def host_indices(**arrays: IndexArray) -> tuple[torch.Tensor, ...]:
+    """Return index arrays as int32 vectors `on_host`; those called ``indptr`` are not empty."""
+    found = tuple(index_array(on_host(array)[0], name) for name, array in arrays.items())
+    for name, array in zip(arrays, found, strict=True):
+        if name.endswith("indptr") and not len(array):
+            raise ShapeError(f"{name} is empty; of a batch of n requests it has n + 1 entries")
+    return found
 
 
 def check_lengths(name: str, given: IndexArray, lengths: torch.Tensor) -> None:

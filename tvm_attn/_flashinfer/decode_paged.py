@@ -14,14 +14,15 @@ from tvm_attn._flashinfer.arguments import (
     Scale,
     check_lengths,
     data_types,
+    host_indices,
     implemented_except,
     kv_lengths,
-    on_host,
 )
 from tvm_attn._flashinfer.decode_positional import with_positional
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, split_tokens
 from tvm_attn._flashinfer.wrapper import PagedWrapper
+from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.device import CPU
 
@@ -124,6 +125,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             pos_encoding_mode=pos_encoding_mode,
             causal=q_len_per_req > 1,
         )
+        indptr, last_page_len = host_indices(indptr=indptr, last_page_len=last_page_len)
         batch, pages = len(last_page_len), int(indptr[-1])
         split = split_tokens(fixed_split_size, disable_split_kv, page_size)
         return self._bytes_for(spec, options, batch, batch * q_len_per_req, pages, split)
@@ -210,7 +212,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
-        indptr, indices, last_page_len = on_host(indptr, indices, last_page_len)
+        checked_size(q_len_per_req, "q_len_per_req")
+        indptr, indices, last_page_len = host_indices(
+            indptr=indptr, indices=indices, last_page_len=last_page_len
+        )
         if seq_lens is not None:
             check_lengths("seq_lens", seq_lens, kv_lengths(indptr, last_page_len, page_size))
         options = Options(

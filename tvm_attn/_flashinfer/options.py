@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tvm_attn import pipeline, variants
 from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout, schedule_of
+from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
 from tvm_attn.runtime.device import CPU, on_device
 from tvm_attn.runtime.module import AttentionModule
@@ -68,7 +71,12 @@ class Options:
     custom_mask: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Validate the position encoding."""
+        """Validate the position encoding and the types of numbers."""
+        if isinstance(self.window_left, bool) or not isinstance(self.window_left, int | np.integer):
+            raise DTypeError(f"window_left={self.window_left!r} must be an integer; -1 is off")
+        cap = self.logits_soft_cap
+        if not isinstance(cap, Real | torch.Tensor | None):
+            raise DTypeError(f"logits_soft_cap={cap!r} must be a number, or None")
         if self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise SpecError(
                 f"pos_encoding_mode={self.pos_encoding_mode!r} must be one of {POS_ENCODING_MODES}"
@@ -222,8 +230,9 @@ def split_tokens(
     fixed_split_size: int | None, disable_split_kv: bool, page_size: int
 ) -> int | None:
     """Return `fixed_split_size` of our plan, in tokens, from FlashInfer's in pages (-1 is off)."""
+    checked_size(page_size, "page_size")
     if disable_split_kv:
         return UNCUT
     if fixed_split_size is None or fixed_split_size == -1:
         return None
-    return min(fixed_split_size * page_size, UNCUT)
+    return min(checked_size(fixed_split_size, "fixed_split_size") * page_size, UNCUT)

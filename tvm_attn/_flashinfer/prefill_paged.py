@@ -13,10 +13,9 @@ from tvm_attn._flashinfer.arguments import (
     Result,
     Scale,
     check_lengths,
+    host_indices,
     implemented_except,
-    index_array,
     kv_lengths,
-    on_host,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, mask_of, split_tokens
@@ -143,6 +142,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         spec = self._spec(heads, (q_data_type, kv_data_type, o_data_type), page_size)
         mask = mask_of(custom_mask, packed_custom_mask)
         options = Options(causal, window_left, logits_soft_cap, pos_encoding_mode, sm_scale, mask)
+        qo_indptr, paged_kv_indptr = host_indices(
+            qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr
+        )
         batch, qo_tokens, pages = len(qo_indptr) - 1, int(qo_indptr[-1]), int(paged_kv_indptr[-1])
         split = split_tokens(fixed_split_size, disable_split_kv, page_size)
         return self._bytes_for(spec, options, batch, qo_tokens, pages, split)
@@ -222,11 +224,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         PlanError, LimitError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
-        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len = on_host(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len = host_indices(
+            qo_indptr=qo_indptr,
+            paged_kv_indptr=paged_kv_indptr,
+            paged_kv_indices=paged_kv_indices,
+            paged_kv_last_page_len=paged_kv_last_page_len,
         )
         if seq_lens_q is not None:
-            check_lengths("seq_lens_q", seq_lens_q, index_array(qo_indptr, "qo_indptr").diff())
+            check_lengths("seq_lens_q", seq_lens_q, qo_indptr.diff())
         if seq_lens is not None:
             given = kv_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size)
             check_lengths("seq_lens", seq_lens, given)

@@ -13,9 +13,8 @@ from tvm_attn._flashinfer.arguments import (
     Result,
     Scale,
     check_lengths,
+    host_indices,
     implemented_except,
-    index_array,
-    on_host,
 )
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Options, mask_of, split_tokens
@@ -158,11 +157,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(WorkspaceWrapper):
         PlanError, LimitError, SpecError, ShapeError, DTypeError
             If an argument is wrong; the message names it, and the earlier plan stays.
         """
-        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
+        qo_indptr, kv_indptr = host_indices(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         if seq_lens_q is not None:
-            check_lengths("seq_lens_q", seq_lens_q, index_array(qo_indptr, "qo_indptr").diff())
+            check_lengths("seq_lens_q", seq_lens_q, qo_indptr.diff())
         if seq_lens is not None:
-            check_lengths("seq_lens", seq_lens, index_array(kv_indptr, "kv_indptr").diff())
+            check_lengths("seq_lens", seq_lens, kv_indptr.diff())
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         spec = self._spec(heads, (q_data_type, kv_data_type, o_data_type), None)
         mask = mask_of(custom_mask, packed_custom_mask)
