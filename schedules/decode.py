@@ -31,7 +31,14 @@ from tvm_attn.schedules.primitives.parts import merge_unit
 from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.queries import hold_queries, load_q
 from tvm_attn.schedules.primitives.registers import Registers, held
-from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
+from tvm_attn.schedules.primitives.scores import (
+    init_state,
+    logits,
+    mask,
+    score_factor,
+    softmax,
+    weigher,
+)
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.shares import open_shares
 from tvm_attn.schedules.primitives.staging import commit_copies, settle_warp, wait_for_copies
@@ -112,7 +119,7 @@ def attend(cta, task, ahead, t, end, s):
         logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         softmax(cta, factor)
-        pv(cta, factor, s)
+        pv(cta, weigher(cta, factor), s)
         s = s + 1
         kv0 = kv0 + cta.turn
     if kv0 < cta.first_key(task) + 2 * cta.turn:

@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.folded import is_folded
 from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.schedules.primitives.gather import (
     gather_k,
@@ -29,6 +30,7 @@ from tvm_attn.schedules.primitives.gather import (
 from tvm_attn.schedules.primitives.gemm import hold_queries, pv, qk
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.registers import Registers
+from tvm_attn.schedules.primitives.relative import relate, weigher_of
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.shared import SharedTiles
@@ -120,6 +122,8 @@ def attend(cta, task, following, q, k, v, t, end, s):
         if cta.tile.holds_queries:
             if kv0 == task.first_key:
                 hold_queries(cta)
+            elif T.And(is_last, t + 1 < end):
+                load_q(cta, following, q)  # there is room: all warps hold theirs
         make_k(cta, task, s, kv0, kv_end)
         if kv0 + 2 * block < kv_end:
             look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
@@ -147,14 +151,17 @@ def attend(cta, task, following, q, k, v, t, end, s):
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
         elif T.And(T.Not(is_last), t + 1 < end):
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
-        logits(cta, task, kv0, T.bool(True))
-        mask(cta, task, kv0)
-        softmax(cta, factor)
-        pv(cta, factor, s)
+        if is_folded(cta.hooks):
+            relate(cta, task, factor, kv0)
+        else:
+            logits(cta, task, kv0, T.bool(True))
+            mask(cta, task, kv0)
+            softmax(cta, factor)
+        pv(cta, weigher_of(cta, factor), s)
         s = s + 1
         kv0 = kv0 + block
-    wait_for_copies()
-    T.cuda.cta_sync()
+    if not cta.tile.holds_queries:
+        settle()
 
 
 def attention(
@@ -262,8 +269,11 @@ def attention(
             attend(cta, task, following, q, k, v, t, end, s)
             if t + 1 < end:
                 if task.has_one_block(tile.block):
+                    if tile.holds_queries:
+                        settle()
                     begin(cta, following, q, k, v, t + 1, s)
-                load_q(cta, following, q)
+                if T.Or(T.bool(not tile.holds_queries), task.has_one_block(tile.block)):
+                    load_q(cta, following, q)
                 read_request(cta, batch, t + 2, end)
                 read_item(cta, work.items, t + 3, end)
                 commit_copies()
@@ -276,5 +286,6 @@ def attention(
                 if shared.verdict[0] != NOBODY:
                     merge_unit(cta, given, shared.verdict[0])
             t = t + 1
+        wait_for_copies()
 
     return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)

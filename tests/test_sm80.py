@@ -6,8 +6,18 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 
+import pytest
+
+from tests.generating import generate_kernel
 from tvm_attn.schedules import sm80
+from tvm_attn.schedules.primitives.fragments import ACCUMULATORS
+from tvm_attn.schedules.primitives.shapes import COLUMNS
+from tvm_attn.schedules.tiles_cuda import cuda_tiles
+from tvm_attn.shipped import VARIANTS
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import parse_target
 from tvm_attn.tir.attention import PHASES
 
 PRIMITIVES = "tvm_attn.schedules.primitives."
@@ -15,6 +25,8 @@ NAMES = {"merge": "merge_unit"}
 """Phases that have another name here."""
 GATHERS = {"gather_k": "qk", "gather_v": "pv"}
 """Copies of a block, and what they have to be begun before."""
+EARLY = "load_q"
+"""What is done for the next item in the last block of one, where there is room."""
 ONCE = ("load_q", "store_state", "merge_unit")
 """What is done for an item, not for each of its blocks."""
 
@@ -77,7 +89,7 @@ def test_phases_are_primitives_of_these_names() -> None:
 
 
 def test_a_block_goes_through_the_phases_in_the_order_of_the_definition() -> None:
-    written = phases_of(block_loop())
+    written = [name for name in phases_of(block_loop()) if name != EARLY]
     blockwise = [name for name in phase_names() if name not in ONCE]
     assert set(written) == set(blockwise)
     computed = [name for name in written if name not in GATHERS]
@@ -96,5 +108,31 @@ def test_an_item_begins_with_its_queries_and_ends_with_its_state() -> None:
 def test_a_block_is_computed_alike_for_every_number_of_stages() -> None:
     """What is copied when depends on the stages; the arithmetic does not."""
     written = phases_of(block_loop())
-    counts = {name: written.count(name) for name in set(written) - set(GATHERS)}
+    counts = {name: written.count(name) for name in set(written) - {*GATHERS, EARLY}}
     assert counts == {"qk": 2, "logits": 1, "mask": 1, "softmax": 1, "pv": 1}
+
+
+def test_queries_come_early_only_where_warps_hold_theirs() -> None:
+    [guarded] = [
+        node
+        for node in ast.walk(block_loop())
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "cta.tile.holds_queries"
+    ]
+    assert phases_of(guarded) == [EARLY]
+    assert phases_of(block_loop()).count(EARLY) == 1
+    assert "hold_queries(cta)" in ast.unparse(guarded)
+
+
+BARE = re.compile(r"exp2f\(\w+\[\d+\]\)")
+"""The weight of a score that is relative already: no factor, no reference."""
+
+
+@pytest.mark.parametrize(
+    ("name", "folded"), [("causal", False), ("alibi", True), ("soft_cap", True)]
+)
+def test_folded_hooks_leave_scores_relative_to_the_references(name: str, folded: bool) -> None:
+    spec, target = AttentionSpec(8, 2, 128, q_dtype="bfloat16"), parse_target("sm_90")
+    tile = cuda_tiles(spec, target)[1]
+    body = generate_kernel(spec, VARIANTS[name](spec), tile, target).body
+    scores = tile.row_tiles * tile.block // COLUMNS * ACCUMULATORS
+    assert len(BARE.findall(body)) == folded * scores

@@ -96,7 +96,7 @@ def qk(cta, s, first, second):
 
 
 @T.inline
-def weigh(cta, factor, j):
+def weigh(cta, weight, j):
     """Turn the scores of 16 keys into weights, as a left operand, and sum them before rounding."""
     r = T.meta_var(cta.registers)
     for m in T.unroll(cta.row_tiles):
@@ -105,22 +105,20 @@ def weigh(cta, factor, j):
                 at = T.meta_var(cta.score(m, j * 2 + n, h))
                 i = T.meta_var(m * HALVES + h)
                 for e in T.unroll(2):
-                    r.score[at + e] = cta.hooks.accumulation.weight(
-                        r.score[at + e] * factor, r.reference[i]
-                    )
+                    r.score[at + e] = weight(i, r.score[at + e])
                     r.total[i] = r.total[i] + r.score[at + e]
                 pack(cta.dtype, r.weight[m * LEFT + n * 2 + h], r.score[at], r.score[at + 1])
 
 
 @T.inline
-def pv(cta, factor, s):
+def pv(cta, weight, s):
     """Weigh the scores, and multiply them with the values of a block."""
     r = T.meta_var(cta.registers)
     steps = T.meta_var(cta.tile.block // DEPTH)
     tiles = T.meta_var(cta.value_tiles // 2)
     load_values(cta, s, 0, tiles)
     for j in T.unroll(steps):
-        weigh(cta, factor, j)
+        weigh(cta, weight, j)
         for n in T.unroll(tiles):
             step = T.meta_var(j * tiles + n)
             if step + 1 < steps * tiles:

@@ -7,7 +7,7 @@ was accumulated is seldom rescaled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -26,6 +26,8 @@ from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
 from tvm_attn.tir.visibility import ALL, Range, clear_bits_hide
 from tvm_attn.variant import Expr
 
+Weigh = Callable[[int, Expr], Expr]
+"""From a lane's row and what there is of a score to the weight."""
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
 """How far (as a power of 2) a score may pass the peak before rows are rescaled: weights of the
 operands' dtype can hold it, and rows of long requests are then seldom touched."""
@@ -232,25 +234,49 @@ def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
 
 
 @T.inline
-def softmax(cta, factor):
-    """Move the references that scores have outgrown, and what was accumulated with them."""
+def move_references(cta, score_of, factor):
+    """Move the references to the largest scores, ``score_of(i, x)`` of what is there for row `i`.
+
+    What was accumulated follows. Limits are of products that `factor` makes scores.
+    """
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
+    for i in T.unroll(cta.rows):
+        r.best[i] = f32(state.hidden)
+        for n in T.unroll(cta.key_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
+                r.best[i] = state.peak(r.best[i], r.score[at])
+        r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
+        r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
+        r.best[i] = state.peak(r.reference[i], score_of(i, r.best[i]))
+        r.scale[i] = state.rescale(r.reference[i], r.best[i])
+        r.reference[i] = r.best[i]
+        r.limit[i] = limit(cta, r.reference[i], factor)
+        r.total[i] = r.total[i] * r.scale[i]
+        for n in T.unroll(cta.value_tiles):
+            for e in T.unroll(2):
+                at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
+                r.out[at] = r.out[at] * r.scale[i]
+
+
+@T.inline
+def set_limits(cta, factor):
+    """Find the products up to which scores are close enough to the references."""
+    r = T.meta_var(cta.registers)
+    for i in T.unroll(cta.rows):
+        r.limit[i] = limit(cta, r.reference[i], factor)
+
+
+@T.inline
+def softmax(cta, factor):
+    """Move the references that scores have outgrown."""
     if cta.hooks.variant.use_softmax:
         if any_lane(reduce(tirx.bitwise_or, [outgrown(cta, i) for i in range(cta.rows)]) != 0):
-            for i in T.unroll(cta.rows):
-                r.best[i] = f32(state.hidden)
-                for n in T.unroll(cta.key_tiles):
-                    for e in T.unroll(2):
-                        at = T.meta_var(cta.score(i // HALVES, n, i % HALVES, e))
-                        r.best[i] = state.peak(r.best[i], r.score[at])
-                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 1))
-                r.best[i] = state.peak(r.best[i], over_row(r.best[i], 2))
-                r.best[i] = state.peak(r.reference[i], r.best[i] * factor)
-                r.scale[i] = state.rescale(r.reference[i], r.best[i])
-                r.reference[i] = r.best[i]
-                r.limit[i] = limit(cta, r.reference[i], factor)
-                r.total[i] = r.total[i] * r.scale[i]
-                for n in T.unroll(cta.value_tiles):
-                    for e in T.unroll(2):
-                        at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
-                        r.out[at] = r.out[at] * r.scale[i]
+            move_references(cta, lambda i, score: score * factor, factor)
+
+
+def weigher(cta: Cta, factor: Expr) -> Weigh:
+    """Return what turns a score of row `i` before its factor into a weight."""
+    return lambda i, score: cta.hooks.accumulation.weight(
+        score * factor, cta.registers.reference[i]
+    )

@@ -131,7 +131,7 @@ def multiply_wide_values(cta, n, register):
 
 
 @T.inline
-def pv(cta, factor, s):
+def pv(cta, weight, s):
     """Weigh the scores, and multiply them with the values of a block."""
     width = T.meta_var(ROWS * (2 if cta.is_widened else 1))
     tiles = T.meta_var(-(-cta.spec.dim_vo // width))
@@ -140,7 +140,7 @@ def pv(cta, factor, s):
     for i in T.unroll(steps * tiles):
         register = T.meta_var(i % 2 * PAIR)
         if i % tiles == 0:
-            weigh(cta, factor, i // tiles)
+            weigh(cta, weight, i // tiles)
         if i + 1 < steps * tiles:
             load_values(cta, s, (i + 1) // tiles, (i + 1) % tiles, (i + 1) % 2 * PAIR)
         if cta.is_widened:
