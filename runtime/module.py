@@ -26,8 +26,7 @@ from tvm_attn.runtime.planner import Planner, expect, positive
 from tvm_attn.runtime.workspace import PlanLimits, workspace_size
 from tvm_attn.spec import AttentionSpec, Param
 
-MULTIPROCESSORS = 132
-"""What plans are made for where there is no GPU, and the artifact does not say."""
+MULTIPROCESSORS = 132  # what plans are for without a GPU, where the artifact does not say
 
 
 class AttentionModule:
