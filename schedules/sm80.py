@@ -100,6 +100,27 @@ def begin(cta, task, q, k, v, t, s):
 
 
 @T.inline
+def catch_up(cta, task, following, q, k, v, t, s):
+    """Begin to copy what the `following` item needs and item `t` has not yet asked for."""
+    if task.has_one_block(cta.tile.block):
+        if cta.tile.holds_queries:
+            settle()
+        begin(cta, following, q, k, v, t + 1, s)
+        load_q(cta, following, q)
+    elif not cta.tile.holds_queries:
+        load_q(cta, following, q)
+
+
+@T.inline
+def take_queries(cta, following, q, is_first, is_last):
+    """Hold the queries of an item from its first block on, and copy the next ones in its last."""
+    if is_first:
+        hold_queries(cta)
+    elif is_last:
+        load_q(cta, following, q)
+
+
+@T.inline
 def attend(cta, task, following, q, k, v, t, end, s):
     """Attend from the query rows of item `t` to the keys of its KV range, block by block.
 
@@ -120,10 +141,7 @@ def attend(cta, task, following, q, k, v, t, end, s):
         wait_for_copies()
         T.cuda.cta_sync()
         if cta.tile.holds_queries:
-            if kv0 == task.first_key:
-                hold_queries(cta)
-            elif T.And(is_last, t + 1 < end):
-                load_q(cta, following, q)  # there is room: all warps hold theirs
+            take_queries(cta, following, q, kv0 == task.first_key, T.And(is_last, t + 1 < end))
         make_k(cta, task, s, kv0, kv_end)
         if kv0 + 2 * block < kv_end:
             look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
@@ -268,12 +286,7 @@ def attention(
             following = T.meta_var(Task.of(cta, batch, t + 1))
             attend(cta, task, following, q, k, v, t, end, s)
             if t + 1 < end:
-                if task.has_one_block(tile.block):
-                    if tile.holds_queries:
-                        settle()
-                    begin(cta, following, q, k, v, t + 1, s)
-                if T.Or(T.bool(not tile.holds_queries), task.has_one_block(tile.block)):
-                    load_q(cta, following, q)
+                catch_up(cta, task, following, q, k, v, t, s)
                 read_request(cta, batch, t + 2, end)
                 read_item(cta, work.items, t + 3, end)
                 commit_copies()
