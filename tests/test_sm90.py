@@ -63,7 +63,7 @@ def check_pipeline(made: Compiled, exponentials: int, *, has_boxes: bool) -> str
     [
         *(("nvcc", None, 32, 128), ("nvrtc", 16, 32, 128)),
         *(("nvcc", 1, 32, 128), ("nvrtc", 12, 32, 128), ("nvcc", 5, 40, 128)),
-        *(("nvcc", None, 64, 64), ("nvrtc", 1, 64, 64)),
+        *(("nvcc", None, 64, 64), ("nvrtc", 16, 64, 64)),
     ],
 )
 def test_the_pipeline_is_what_it_is_written_to_be(
