@@ -45,7 +45,6 @@ from tvm_attn.schedules.primitives.hopper.rows import (
     hand_over_slot,
     set_rows_aside,
     take_queries,
-    wait_for_slot,
 )
 from tvm_attn.schedules.primitives.hopper.scoring import prepare_bias, score, weigh_part
 from tvm_attn.schedules.primitives.hopper.shared import HopperShared
@@ -119,7 +118,7 @@ def wait_for_products(cta, group, pending):
     wait_for_qk(cta, group, pending)
     if not cta.tile.slots_outputs:
         if group.left[0] == 0:
-            hand_over_slot(cta, group)
+            hand_over_slot(cta, group, cta.shared.outputs)
 
 
 @T.inline
@@ -157,10 +156,12 @@ def weigh_first(cta, group):
 
 @T.inline
 def finish_item(cta, group, given, task, parity):
-    """Close the rows of an item of this parity and store them."""
+    """Close the rows of an item of this parity and store them, after those before were stored."""
+    if cta.tile.holds_queries:
+        cta.shared.stored.wait(T.bitwise_xor(parity, 1), group.index)
     close_rows(cta, group, task, given.outputs, parity)
     if cta.tile.slots_outputs:
-        hand_over_slot(cta, group)
+        hand_over_slot(cta, group, cta.shared.outputs)
 
 
 @T.inline
@@ -189,8 +190,8 @@ def attend(cta, group, given, arrivals, t0, end):
     go_to_last_block(cta, group, opening)
     factor = score_factor(cta, opening)
     take_queries(cta, group, parity)
-    if cta.tile.slots_outputs:
-        hand_over_slot(cta, group)
+    if cta.tile.shares_slots:
+        hand_over_slot(cta, group, cta.shared.outputs)
     wait_for_keys(cta, group)
     begin_qk(cta, group, parity)
     wait_for_products(cta, group, 0)
@@ -224,8 +225,6 @@ def attend(cta, group, given, arrivals, t0, end):
             wait_for_values(cta, group)
             begin_pv(cta, group)
             wait_for_pv(cta, group)
-            if cta.tile.holds_queries:
-                wait_for_slot(cta, group, T.bitwise_xor(parity, 1))
             finish_item(cta, group, given, task, parity)
         merge_parts(cta, given, task, arrivals)
         t = t + 1

@@ -155,8 +155,13 @@ class HopperTile:
 
     @property
     def slots_outputs(self) -> bool:
-        """Whether outputs leave through the slots: where their queries are not needed any more."""
-        return self.holds_queries or self.slots > 1
+        """Whether outputs leave through slots."""
+        return self.holds_queries or self.shares_slots
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether they leave through those of their queries, which are not needed any more."""
+        return self.slots > 1
 
     @property
     def boxes(self) -> int:
@@ -166,8 +171,11 @@ class HopperTile:
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Return the shared memory that a CTA asks for."""
         dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
-        slot = max(dim_qk, dim_vo) if self.slots_outputs else dim_qk
-        elements = self.rows * self.slots * slot + self.stages * self.block * (dim_qk + dim_vo)
+        slot = max(dim_qk, dim_vo) if self.shares_slots else dim_qk
+        outputs = dim_vo if self.holds_queries else 0
+        elements = self.rows * (self.slots * slot + outputs) + self.stages * self.block * (
+            dim_qk + dim_vo
+        )
         return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -17,7 +18,12 @@ from tvm_attn.schedules.primitives.fragments import (
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.rounding import finish_state, round_tile, store_lse
 from tvm_attn.schedules.primitives.hopper.runs import leaves_in_runs, store_runs
-from tvm_attn.schedules.primitives.hopper.slots import slot_of, slot_pointer, stores_through_slot
+from tvm_attn.schedules.primitives.hopper.slots import (
+    output_pointer,
+    query_pointer,
+    slot_of,
+    stores_through_slot,
+)
 from tvm_attn.schedules.primitives.shapes import DEPTH
 from tvm_attn.schedules.primitives.store import store_part, store_row
 from tvm_attn.schedules.tiles_sm90 import (
@@ -29,16 +35,19 @@ from tvm_attn.schedules.tiles_sm90 import (
 from tvm_attn.variant import Expr
 from tvm_attn.worklist import NO_SLOT
 
+SlotPointer = Callable[[Any, Expr, Expr, Expr], Expr]
+"""Makes the address of an element in a slot, given its number, the row and the column."""
 
-def matrix_address(cta: Cta, group: Any, parity: Expr, step: int) -> Expr:
-    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows in its slot.
+
+def matrix_address(cta: Cta, group: Any, pointer: SlotPointer, parity: Expr, step: int) -> Expr:
+    """Return what the lane shows ``ldmatrix``: of 16 columns of the warp's 16 rows in a slot.
 
     Chunks are swizzled by exclusive or: addresses of all steps follow from one.
     """
     row, column = cta.lane.left_address()
     place = cta.first_place - group.index * WARPGROUP_ROWS + row
     slot = slot_of(cta.tile, group.index, parity)
-    first = T.cuda.cvta_generic_to_shared(slot_pointer(cta.shared, slot, place, column))
+    first = T.cuda.cvta_generic_to_shared(pointer(cta.shared, slot, place, column))
     steps = COLUMN_GROUP // DEPTH
     within = T.uint32(step % steps * DEPTH * ELEMENT_BYTES)
     across = T.uint32(step // steps * WARPGROUP_ROWS * COLUMN_GROUP * ELEMENT_BYTES)
@@ -46,30 +55,24 @@ def matrix_address(cta: Cta, group: Any, parity: Expr, step: int) -> Expr:
 
 
 @T.inline
-def wait_for_slot(cta, group, parity):
-    """Wait until the slot holds the queries of an item; after the last one, until it is free."""
-    cta.shared.queries.wait(parity, group.index)
+def hand_over_slot(cta, group, barriers):
+    """Tell the warp that serves the slot that this one has done with it."""
+    T.cuda.warp_sync()
+    if cta.lane.index == 0:
+        barriers.arrive(group.index)
 
 
 @T.inline
 def take_queries(cta, group, parity):
     """Wait for the queries of an item; take them into registers, if they are held there."""
-    wait_for_slot(cta, group, parity)
+    cta.shared.queries.wait(parity, group.index)
     if cta.tile.holds_queries:
         for step in T.unroll(cta.spec.head_dim_qk // DEPTH):
-            load_matrices(
-                cta.registers.query, step * LEFT, matrix_address(cta, group, parity, step)
-            )
+            address = T.meta_var(matrix_address(cta, group, query_pointer, parity, step))
+            load_matrices(cta.registers.query, step * LEFT, address)
+        hand_over_slot(cta, group, cta.shared.taken)
     elif not comes_in_boxes(cta.spec):
         publish_to_copies()
-
-
-@T.inline
-def hand_over_slot(cta, group):
-    """Tell the warp that serves the slot that this one has done with it."""
-    T.cuda.warp_sync()
-    if cta.lane.index == 0:
-        cta.shared.outputs.arrive(group.index)
 
 
 def store_matrices(pointer: Expr, registers: Any, first: Expr) -> Expr:
@@ -101,7 +104,8 @@ def finish_rows(cta, task, outputs):
 def leave_rows(cta, group, parity):
     """Leave the rounded rows of an item of this parity in its slot."""
     for step in T.unroll(cta.spec.dim_vo // DEPTH):
-        store_matrices(matrix_address(cta, group, parity, step), cta.registers.right, step * LEFT)
+        address = T.meta_var(matrix_address(cta, group, output_pointer, parity, step))
+        store_matrices(address, cta.registers.right, step * LEFT)
     publish_to_copies()
 
 

@@ -25,23 +25,28 @@ class HopperShared:
     """Tiles of a CTA in shared memory, and the barriers that say what is in them.
 
     Tiles are in groups of 64 columns, ``[dim / 64, rows, 64]`` elements, swizzled. ``q`` is a slot
-    for each warpgroup, or two: queries of the next item, then the outputs of this one. ``k, v`` are
+    of queries for each warpgroup, or two, ``o`` one of outputs, or the same as ``q``. ``k, v`` are
     rings of blocks, filled and emptied as the pipes ``keys, values`` say. ``queries`` says that
-    the slots hold queries, ``outputs`` that they hold outputs, or nothing that is still needed.
+    slots hold queries, ``taken`` that these are in registers, ``outputs`` that slots hold outputs,
+    or nothing that is still needed, ``stored`` that slots of outputs alone may be used again.
     ``landing`` is for blocks of values that are mended before they are handed over. ``tasks`` are
     words of `task.Task`, complete where ``known`` says so; ``verdict`` is one word.
     """
 
     q: Any
+    o: Any
     k: Any
     v: Any
     dim_slot: int
+    dim_out: int
     dim_qk: int
     dim_vo: int
     keys: Pipe
     values: Pipe
     queries: Barriers
+    taken: Barriers
     outputs: Barriers
+    stored: Barriers
     landing: Barriers
     known: Barriers
     tasks: Any
@@ -53,17 +58,21 @@ class HopperShared:
         pool = T.SMEMPool()
         dtype = str(spec.q_dtype)
         dim_qk, dim_vo = padded(spec.head_dim_qk), padded(spec.dim_vo)
-        dim_slot = max(dim_qk, dim_vo) if tile.slots_outputs else dim_qk
+        dim_slot = max(dim_qk, dim_vo) if tile.shares_slots else dim_qk
         slots = tile.rows * tile.slots * dim_slot
         sizes = [slots, *(tile.stages * tile.block * d for d in (dim_qk, dim_vo))]
         q, k, v = (pool.alloc((size,), dtype, align=TILE_ALIGNMENT) for size in sizes)
+        o = q
+        if tile.holds_queries:
+            o = pool.alloc((tile.rows * dim_vo,), dtype, align=TILE_ALIGNMENT)
+        warps = tile.warps // tile.multipliers
         fetchers = 1 if comes_in_boxes(spec) else WARP
         feeders = tile.feeders * WARP if tile.gathers else 1
         arrivals = [
             *([feeders] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
                 [fetchers] * tile.multipliers,
-                [tile.warps // tile.multipliers] * tile.multipliers,
+                *([warps] * tile.multipliers, [warps] * tile.multipliers, [1] * tile.multipliers),
                 [1],
                 [1] * tile.tasks,
             ),
@@ -77,18 +86,22 @@ class HopperShared:
             pool.alloc((size,), "int32", align=16) for size in (tile.tasks * TASK_WORDS, 1)
         )
         pool.commit()
-        k_full, k_empty, v_full, v_empty, queries, outputs, landing, known = barriers
+        k_full, k_empty, v_full, v_empty, queries, taken, outputs, stored, landing, known = barriers
         return HopperShared(
             q=q,
+            o=o,
             k=k,
             v=v,
             dim_slot=dim_slot,
+            dim_out=dim_vo if tile.holds_queries else dim_slot,
             dim_qk=dim_qk,
             dim_vo=dim_vo,
             keys=Pipe(k_full, k_empty),
             values=Pipe(v_full, v_empty),
             queries=queries,
+            taken=taken,
             outputs=outputs,
+            stored=stored,
             landing=landing,
             known=known,
             tasks=tasks,
@@ -98,7 +111,8 @@ class HopperShared:
     def initialise(self) -> None:
         """Initialise all barriers: one thread does."""
         pipes = (self.keys.full, self.keys.empty, self.values.full, self.values.empty)
-        for group in (*pipes, self.queries, self.outputs, self.landing, self.known):
+        slots = (self.queries, self.taken, self.outputs, self.stored)
+        for group in (*pipes, *slots, self.landing, self.known):
             group.initialise()
 
 

@@ -63,10 +63,16 @@ def slot_of(tile: HopperTile, index: Expr, parity: Expr) -> Expr:
     return index if tile.slots == 1 else index * tile.slots + parity
 
 
-def slot_pointer(shared: Any, slot: Expr, row: Expr, column: Expr) -> Expr:
-    """Address of an element in a slot."""
+def query_pointer(shared: Any, slot: Expr, row: Expr, column: Expr) -> Expr:
+    """Address of an element in a slot of queries."""
     origin = slot * (WARPGROUP_ROWS * shared.dim_slot)
     return shared.q.ptr_to([origin + tile_index(WARPGROUP_ROWS, row, column)])
+
+
+def output_pointer(shared: Any, slot: Expr, row: Expr, column: Expr) -> Expr:
+    """Address of an element in a slot of outputs."""
+    origin = slot * (WARPGROUP_ROWS * shared.dim_out)
+    return shared.o.ptr_to([origin + tile_index(WARPGROUP_ROWS, row, column)])
 
 
 def row_offsets(tensor: Any, task: Task, place: Expr) -> Any:
@@ -96,7 +102,7 @@ def fetch_queries(cta, given, index, slot, t):
                 at = T.meta_var(first + i * WARP)
                 column = T.meta_var(at % chunks * CHUNK)
                 copy_chunk(
-                    slot_pointer(cta.shared, slot, share * WARP + at // chunks, column),
+                    query_pointer(cta.shared, slot, share * WARP + at // chunks, column),
                     given.q.ptr_to([0, 0, of_lane(offsets[share], at // chunks) + column]),
                     T.bool(True),
                 )
@@ -129,7 +135,7 @@ def store_outputs(cta, given, index, slot, t):
             for i in T.unroll(at_once(cta.tile, chunks)):
                 at = T.meta_var(first + i * WARP)
                 row = T.meta_var(share * WARP + at // chunks)
-                load_four(words, i * 4, slot_pointer(cta.shared, slot, row, at % chunks * CHUNK))
+                load_four(words, i * 4, output_pointer(cta.shared, slot, row, at % chunks * CHUNK))
             for i in T.unroll(at_once(cta.tile, chunks)):
                 at = T.meta_var(first + i * WARP)
                 origin: T.let[T.int64] = of_lane(offsets[share], at // chunks)
@@ -151,13 +157,6 @@ def box_of_slot(task: Task, index: Expr, column: Expr) -> tuple[Expr, Expr, Expr
 
 
 @T.inline
-def free_slot(cta, index):
-    """Say that the slot is free for the last outputs, as if queries had come."""
-    if T.Or(T.bool(not comes_in_boxes(cta.spec)), cta.lane.index == 0):
-        cta.shared.queries.arrive(index)
-
-
-@T.inline
 def begin_queries(cta, given, maps, index, slot, t):
     """Begin to copy the queries of item `t`; their barrier waits for them."""
     if comes_in_boxes(cta.spec):
@@ -169,7 +168,7 @@ def begin_queries(cta, given, maps, index, slot, t):
             for group in T.unroll(columns // COLUMN_GROUP):
                 column = T.meta_var(group * COLUMN_GROUP)
                 maps.q.load(
-                    slot_pointer(cta.shared, slot, 0, column),
+                    query_pointer(cta.shared, slot, 0, column),
                     box_of_slot(task, index, column),
                     barriers.pointer(index),
                 )
@@ -186,7 +185,7 @@ def finish_outputs(cta, given, maps, index, slot, t):
             if is_elected():
                 for group in T.unroll(padded(cta.spec.dim_vo) // COLUMN_GROUP):
                     column = T.meta_var(group * COLUMN_GROUP)
-                    source = T.meta_var(slot_pointer(cta.shared, slot, 0, column))
+                    source = T.meta_var(output_pointer(cta.shared, slot, 0, column))
                     maps.out.store(box_of_slot(task, index, column), source)
                 close_stores()
                 wait_for_stores()
@@ -215,15 +214,6 @@ def of_each(tile: HopperTile, first: Expr, serve: Callable[[Expr], None]) -> Non
 
 
 @T.inline
-def follow_queries(cta, given, maps, index, slot, t, end):
-    """Begin to copy the queries of the item after `t`, or say that the slot is free."""
-    if t + 1 < end:
-        begin_queries(cta, given, maps, index, slot, t + 1)
-    elif cta.tile.holds_queries:
-        free_slot(cta, index)
-
-
-@T.inline
 def follow_outputs(cta, given, maps, index, slot, t, parity):
     """Wait for the outputs of item `t`, and store them."""
     cta.shared.outputs.wait(parity, index)
@@ -232,13 +222,75 @@ def follow_outputs(cta, given, maps, index, slot, t, parity):
         if task.slot == NO_SLOT:
             finish_outputs(cta, given, maps, index, slot, t)
     T.cuda.warp_sync()
+    if not cta.tile.shares_slots:
+        if cta.lane.index == 0:
+            cta.shared.stored.arrive(index)
 
 
 @T.inline
-def replace_queries(cta, given, maps, index, t, parity):
+def replace_queries(cta, given, maps, index, t, barriers, parity):
     """Copy the queries of item `t` once those of the item before it are not needed."""
-    cta.shared.outputs.wait(parity, index)
+    barriers.wait(parity, index)
     begin_queries(cta, given, maps, index, index, t)
+
+
+@T.inline
+def take_turns(cta, given, maps, each, feed, t0, end):
+    """Serve slots that outputs share with their queries."""
+    shared, slot = T.meta_var((cta.shared, partial(slot_of, cta.tile)))
+    parity: T.int32 = 1
+    t: T.int32 = t0
+    each(lambda index: T.evaluate(shared.outputs.wait(0, index)))
+    while t < end:
+        if t + 1 < end:
+            shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+            each(lambda i: begin_queries(cta, given, maps, i, slot(i, parity), t + 1))
+        feed_blocks(feed, given.batch, t, 1)
+        if t + 1 < end:
+            feed_last_block(feed, given.batch, t + 1)
+        own = T.meta_var(T.bitwise_xor(parity, 1))
+        each(lambda i: follow_outputs(cta, given, maps, i, slot(i, own), t, parity))
+        parity = T.bitwise_xor(parity, 1)
+        t = t + 1
+
+
+@T.inline
+def follow_taken(cta, given, maps, each, t, t0, end):
+    """Once the queries of item `t` have been taken, begin to copy those of the next one."""
+    if t + 1 < end:
+        taken, parity = T.meta_var((cta.shared.taken, T.bitwise_and(t - t0, 1)))
+        cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+        each(lambda index: replace_queries(cta, given, maps, index, t + 1, taken, parity))
+
+
+@T.inline
+def run_ahead(cta, given, maps, each, feed, t0, end):
+    """Serve slots of queries, which are taken early, and slots of outputs."""
+    t: T.int32 = t0
+    follow_taken(cta, given, maps, each, t, t0, end)
+    while t < end:
+        feed_blocks(feed, given.batch, t, 1)
+        if t + 1 < end:
+            feed_last_block(feed, given.batch, t + 1)
+            follow_taken(cta, given, maps, each, t + 1, t0, end)
+        parity = T.meta_var(T.bitwise_and(t - t0, 1))
+        each(lambda index: follow_outputs(cta, given, maps, index, index, t, parity))
+        t = t + 1
+
+
+@T.inline
+def keep_queries(cta, given, maps, each, feed, t0, end):
+    """Serve slots of queries that stay there while they are used."""
+    t: T.int32 = t0
+    while t < end:
+        if t + 1 < end:
+            cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+        feed_blocks(feed, given.batch, t, 1)
+        if t + 1 < end:
+            done, parity = T.meta_var((cta.shared.outputs, T.bitwise_and(t - t0, 1)))
+            each(lambda index: replace_queries(cta, given, maps, index, t + 1, done, parity))
+            feed_last_block(feed, given.batch, t + 1)
+        t = t + 1
 
 
 @T.inline
@@ -248,31 +300,14 @@ def serve_slots(cta, given, maps, first, t0, end, feed):
     Outputs of an item come after the first block of the next one was attended to, so that is fed
     before they are waited for.
     """
-    shared = T.meta_var(cta.shared)
     each = T.meta_var(partial(of_each, cta.tile, first))
     slot = T.meta_var(partial(slot_of, cta.tile))
-    parity: T.int32 = 0
-    t: T.int32 = t0
-    shared.known.wait(0, t % cta.tile.tasks)
-    each(lambda index: begin_queries(cta, given, maps, index, slot(index, 0), t))
-    feed_last_block(feed, given.batch, t)
-    if cta.tile.slots_outputs:
-        each(lambda index: T.evaluate(shared.outputs.wait(parity, index)))
-        parity = T.bitwise_xor(parity, 1)
-    while t < end:
-        if t + 1 < end:
-            shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
-        if cta.tile.slots_outputs:
-            own = T.meta_var(T.bitwise_xor(parity, 1))
-            each(lambda i: follow_queries(cta, given, maps, i, slot(i, parity), t, end))
-            feed_blocks(feed, given.batch, t, 1)
-            if t + 1 < end:
-                feed_last_block(feed, given.batch, t + 1)
-            each(lambda i: follow_outputs(cta, given, maps, i, slot(i, own), t, parity))
-        else:
-            feed_blocks(feed, given.batch, t, 1)
-            if t + 1 < end:
-                each(lambda index: replace_queries(cta, given, maps, index, t + 1, parity))
-                feed_last_block(feed, given.batch, t + 1)
-        parity = T.bitwise_xor(parity, 1)
-        t = t + 1
+    cta.shared.known.wait(0, t0 % cta.tile.tasks)
+    each(lambda index: begin_queries(cta, given, maps, index, slot(index, 0), t0))
+    feed_last_block(feed, given.batch, t0)
+    if cta.tile.shares_slots:
+        take_turns(cta, given, maps, each, feed, t0, end)
+    elif cta.tile.holds_queries:
+        run_ahead(cta, given, maps, each, feed, t0, end)
+    else:
+        keep_queries(cta, given, maps, each, feed, t0, end)
