@@ -179,20 +179,26 @@ class LaneRows(Task):
         return seen_by_row(with_set_bits(self.hooks), fields, self.kv_shift)
 
 
-def at_hand(cta: Any, task: Task) -> LaneRows:
-    """Read what hooks may ask of a task into registers; what they do not ask for vanishes."""
+def in_registers(task: Task) -> Task:
+    """Read what may be asked of a task into registers; what is not asked for vanishes."""
     words = T.alloc_local((TASK_WORDS,), "int32")
-    tokens, heads = T.alloc_local((cta.rows,), "int32"), T.alloc_local((cta.rows,), "int32")
     for word in (*Item, *Request, *Derived):
         if word not in (Item.SEEN, Derived.RECIPROCAL):
             T.buffer_store(words, task.words[task.first + word], [word])
     ids = (words[Item.REQUEST], words[Item.KV_HEAD])
-    fields = (task.hooks, task.group_size, task.batch, *ids, words, tirx.const(0, "int32"))
-    held = Task(*fields)
+    return Task(task.hooks, task.group_size, task.batch, *ids, words, tirx.const(0, "int32"))
+
+
+def at_hand(cta: Any, task: Task) -> LaneRows:
+    """Read what hooks may ask of a task into registers."""
+    tokens, heads = T.alloc_local((cta.rows,), "int32"), T.alloc_local((cta.rows,), "int32")
+    held = in_registers(task)
     for i in range(cta.rows):
         row = held.row(cta.place(i))
         T.buffer_store(tokens, held.token(row), [i])
         T.buffer_store(heads, held.head(row), [i])
+    ids = (held.request, held.kv_head)
+    fields = (held.hooks, held.group_size, held.batch, *ids, held.words, held.first)
     return LaneRows(*fields, tokens, heads)
 
 
