@@ -133,11 +133,11 @@ class Inspector:
         units = units * self._num_kv_heads
         queues = {each: ctas[each] for each in (*self._clusters, family) if ctas[each]}
         is_decoding = plan.max_qo_len * self._group_size <= family.rows
-        if not self._clusters or not is_decoding or not plan.max_kv_len:
+        if not self._clusters or not is_decoding:
             return family, 0
         if len(queues) <= len(self._clusters):  # a device's planner has to come to the same
             return self._choose_simply(plan, queues, units)
-        if units > ctas[family]:
+        if units > ctas[family] or not plan.max_kv_len:
             return family, 0
         part_bytes = plan.max_qo_len * self._group_size * self._bytes.row
         lengths = plan.batch[KV_LEN].astype(np.int64)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.device_planning import Setting, assert_same
@@ -38,6 +39,14 @@ def test_plans_are_those_of_the_host(name: str, backward: bool) -> None:
         assert_same(expected, setting.on_device(fmt, backward).to_host())
         kinds |= {(work.family, work.num_slots > 0) for work in expected.work}
     assert len(kinds) > 1
+
+
+def test_requests_without_keys_are_dealt_as_on_the_host() -> None:
+    setting = SETTINGS["clusters"]
+    fmt = setting.fmt([1, 1], [0, 0], np.random.default_rng(0))
+    expected = setting.on_host(fmt)
+    assert_same(expected, setting.on_device(fmt).to_host())
+    assert [len(queue) for work in expected.work for queue in work.queues()].count(1) == 4
 
 
 SMALL = Setting(PlanLimits(5, 12, 16 * 20, num_pages=900), max_qo_len=4)

@@ -37,8 +37,16 @@ from tvm_attn.schedules.primitives.task import at_hand
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
+AT_MOST = 32.0
+"""How far a score may pass its reference: sums of numbers of that size are rounded to a part of it,
+and a score is one of two or three of them."""
 AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
+
+
+def slack(cta: Cta) -> float:
+    """Return how far (as a power of 2) a score may pass its reference."""
+    return min(SLACK[cta.dtype], AT_MOST)
 
 
 def references(cta: Cta) -> list[Expr]:
@@ -55,7 +63,7 @@ def has_empty(cta: Cta) -> Expr:
 def leaves_reach(cta: Cta, fold: Fold) -> Expr:
     """Whether a product of the block is beyond what a fold is good for."""
     some = elements(cta, 0, cta.key_tiles)
-    return any_lane(fold.reaches(some, references(cta), SLACK[cta.dtype], has_empty(cta)))
+    return any_lane(fold.reaches(some, references(cta), slack(cta), has_empty(cta)))
 
 
 def fold_scores(cta: Cta, fold: Fold, kv0: Expr) -> None:
@@ -96,7 +104,7 @@ def shift_scores(cta: Cta, before: Expr) -> None:
 def follow(cta, factor):
     """Move the references that relative scores have outgrown, and the scores with them."""
     r = T.meta_var(cta.registers)
-    if any_lane(largest_relative(cta) > f32(SLACK[cta.dtype])):
+    if any_lane(largest_relative(cta) > f32(slack(cta))):
         before = T.alloc_local((cta.rows,), "float32")
         for i in T.unroll(cta.rows):
             before[i] = r.reference[i]
