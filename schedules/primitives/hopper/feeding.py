@@ -122,12 +122,18 @@ def last_block(tile: HopperTile, task: Any, first: Expr) -> Expr:
     return first + tirx.floordiv(count, tile.block) * tile.block
 
 
+def item(cta: Cta, batch: Any, t: Expr) -> Task:
+    """Return the task of item `t`, in registers, if there are any left besides rows to gather."""
+    task = Task.of(cta, batch, t)
+    return task if cta.tile.gathers else in_registers(task)
+
+
 @T.inline
 def feed_last_block(feed, batch, t):
     """Feed the last block of item `t`, which is the first that is attended to, if one feeds any."""
     if feed is not None:
         tile = T.meta_var(feed.cta.tile)
-        task = T.meta_var(in_registers(Task.of(feed.cta, batch, t)))
+        task = T.meta_var(item(feed.cta, batch, t))
         access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
         head: T.int32 = task.kv_head
         kv0: T.let[T.int32] = last_block(tile, task, first_block(tile, task))
@@ -140,7 +146,7 @@ def feed_blocks(feed, batch, t, fed):
     """Feed the blocks of item `t`, from its last to its first, but for some that were fed."""
     if feed is not None:
         tile = T.meta_var(feed.cta.tile)
-        task = T.meta_var(in_registers(Task.of(feed.cta, batch, t)))
+        task = T.meta_var(item(feed.cta, batch, t))
         access = T.meta_var(task_access(feed.cta, task, batch, feed.cache))
         head: T.int32 = task.kv_head
         first: T.int32 = first_block(tile, task)
@@ -169,7 +175,7 @@ def announce_and_feed_items(feed, given, t0, end):
     t: T.int32 = t0
     meet_first_items(cta, given, t0, end)
     while t < end:
-        task = T.meta_var(in_registers(Task.of(cta, given.batch, t)))
+        task = T.meta_var(item(cta, given.batch, t))
         access = T.meta_var(task_access(cta, task, given.batch, feed.cache))
         head: T.int32 = task.kv_head
         first: T.int32 = first_block(cta.tile, task)

@@ -66,13 +66,14 @@ class HopperShared:
         if tile.holds_queries:
             o = pool.alloc((tile.rows * dim_vo,), dtype, align=TILE_ALIGNMENT)
         warps = tile.warps // tile.multipliers
+        early = tile.multipliers if tile.holds_queries else 0
         fetchers = 1 if comes_in_boxes(spec) else WARP
         feeders = tile.feeders * WARP if tile.gathers else 1
         arrivals = [
             *([feeders] * tile.stages, [tile.warps] * tile.stages) * 2,
             *(
                 [fetchers] * tile.multipliers,
-                *([warps] * tile.multipliers, [warps] * tile.multipliers, [1] * tile.multipliers),
+                *([warps] * early, [warps] * tile.multipliers, [1] * early),
                 [1],
                 [1] * tile.tasks,
             ),
@@ -80,7 +81,7 @@ class HopperShared:
         words = pool.alloc((sum(map(len, arrivals)),), "uint64", align=BARRIER_ALIGNMENT)
         barriers, first = [], 0
         for group in arrivals:
-            barriers.append(Barriers(words, first, len(group), group[0]))
+            barriers.append(Barriers(words, first, len(group), max(group, default=0)))
             first += len(group)
         tasks, verdict = (
             pool.alloc((size,), "int32", align=16) for size in (tile.tasks * TASK_WORDS, 1)
