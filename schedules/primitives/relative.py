@@ -23,13 +23,13 @@ from tvm_attn.schedules.primitives.folded import (
 )
 from tvm_attn.schedules.primitives.fragments import any_lane
 from tvm_attn.schedules.primitives.scores import (
-    SLACK,
     Weigh,
     logits,
     mask,
     may_hide,
     move_references,
     set_limits,
+    slack,
     softmax,
     weigher,
 )
@@ -37,16 +37,8 @@ from tvm_attn.schedules.primitives.task import at_hand
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
-AT_MOST = 32.0
-"""How far a score may pass its reference: sums of numbers of that size are rounded to a part of it,
-and a score is one of two or three of them."""
 AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
-
-
-def slack(cta: Cta) -> float:
-    """Return how far (as a power of 2) a score may pass its reference."""
-    return min(SLACK[cta.dtype], AT_MOST)
 
 
 def references(cta: Cta) -> list[Expr]:

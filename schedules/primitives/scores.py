@@ -31,6 +31,9 @@ Weigh = Callable[[int, Expr], Expr]
 SLACK = {"bfloat16": 64.0, "float16": 15.0}
 """How far (as a power of 2) a score may pass the peak before rows are rescaled: weights of the
 operands' dtype can hold it, and rows of long requests are then seldom touched."""
+HOOKED_SLACK = 32.0
+"""The same where a hook makes logits: scores that far from their reference are rounded to a part of
+it, and with a hook they are sums of numbers of that size."""
 
 
 TILES_AT_ONCE = 4
@@ -226,9 +229,15 @@ def outgrown(cta: Cta, i: Expr) -> Expr:
     return tirx.bitwise_xor(peak, r.limit[i])
 
 
+def slack(cta: Cta) -> float:
+    """Return how far (as a power of 2) a score may pass its reference."""
+    is_hooked = cta.hooks.variant.logits_transform is not None
+    return min(SLACK[cta.dtype], HOOKED_SLACK) if is_hooked else SLACK[cta.dtype]
+
+
 def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
     """Bits of the product up to which a row's scores are close enough to its reference."""
-    product = (reference + f32(SLACK[cta.dtype])) / factor
+    product = (reference + f32(slack(cta))) / factor
     bits = tirx.reinterpret("int32", product)
     return tirx.Select(product >= f32(0.0), bits, tirx.min_value("int32"))
 
