@@ -28,6 +28,11 @@ def decode(*given: Any, **options: Any) -> None:
     flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE).plan(*(given or DECODE), **options)
 
 
+def fast(*given: Any, **options: Any) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    flashinfer.fast_decode_plan(wrapper, *(given or DECODE), **options)
+
+
 def size(*given: Any, **options: Any) -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
     wrapper.workspace_size(*(given or DECODE), **options)
@@ -45,7 +50,7 @@ def batch(*given: Any) -> None:
     flashinfer.BatchAttention(device="cpu").plan(*given)
 
 
-@pytest.mark.parametrize("call", [single, decode, size, paged, ragged])
+@pytest.mark.parametrize("call", [single, decode, fast, size, paged, ragged])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -60,17 +65,21 @@ def test_options(call: Callable[..., None], name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["2", 1.5, [2]])
 @pytest.mark.parametrize("name", ["q_len_per_req", "fixed_split_size"])
-def test_sizes(name: str, value: Any) -> None:
+@pytest.mark.parametrize("call", [decode, fast])
+def test_sizes(call: Callable[..., None], name: str, value: Any) -> None:
     with pytest.raises(DTypeError, match=f"{name}=.* must be an integer of at least 1"):
-        decode(**{name: value})
+        call(**{name: value})
     with pytest.raises(PlanError, match=f"{name}=0 must be at least 1"):
-        decode(**{name: 0})
+        call(**{name: 0})
 
 
 @pytest.mark.parametrize("value", [None, "x", 1.5, [None], [1.5], []], ids=str)
 @pytest.mark.parametrize(
     ("call", "good"),
-    [(decode, DECODE), (size, DECODE), (paged, PAGED), (ragged, RAGGED), (batch, BATCH)],
+    [
+        *((decode, DECODE), (fast, DECODE), (size, DECODE)),
+        *((paged, PAGED), (ragged, RAGGED), (batch, BATCH)),
+    ],
 )
 def test_arguments_by_position(
     call: Callable[..., None], good: tuple[Any, ...], value: Any

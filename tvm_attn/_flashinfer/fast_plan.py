@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 
-from tvm_attn._flashinfer.arguments import IndexArray, data_types, implemented_except, on_host
+from tvm_attn._flashinfer.arguments import (
+    IndexArray,
+    data_types,
+    host_indices,
+    implemented_except,
+)
 from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from tvm_attn._flashinfer.options import Options, split_tokens
+from tvm_attn._index_arrays import checked_size
 
 
 @implemented_except("rope_scale", "rope_theta")
@@ -66,10 +72,11 @@ def fast_decode_plan(
     PlanError, LimitError, SpecError, ShapeError, DTypeError
         If an argument is wrong; the message names it, and the earlier plan stays.
     """
+    checked_size(q_len_per_req, "q_len_per_req")
     table: tuple[Any, ...] = (indptr, indices, last_page_len)
     if not (self.is_cuda_graph_enabled and all(map(_is_on_gpu, table))):
         on_cpu = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
-        table = on_host(on_cpu, indices, last_page_len)
+        table = host_indices(indptr=on_cpu, indices=indices, last_page_len=last_page_len)
     options = Options(
         causal=q_len_per_req > 1,
         window_left=window_left,

@@ -26,8 +26,15 @@ READ, MULTIPLY = 4.458, 787.0
 """TB/s that a plain read of 2 GB reaches on an H200, and TFLOP/s of cuBLAS in bursts (bfloat16)."""
 HEAD_DIM = 128
 """Of decode rows."""
-COLOURS = {"prefill": "#1f77b4", "paged": "#2ca02c", "append": "#9467bd", "decode": "#d62728"}
-OTHERS = "#7f7f7f"
+COLOURS = {
+    "prefill": "#1f77b4",
+    "paged": "#2ca02c",
+    "append": "#9467bd",
+    "lengths": "#ff7f0e",
+    "variants": "#8c564b",
+    "scaled": "#17becf",
+    "decode": "#d62728",
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,7 @@ def draw(found: list[Point], title: str) -> Figure:
     _draw_roof(ax, found)
     for group in dict.fromkeys(point.group for point in found):
         mine = [point for point in found if point.group == group]
-        colour = COLOURS.get(group, OTHERS)
-        ax.plot(*_xy(mine), ".", color=colour, markersize=7, label=group)
+        ax.plot(*_xy(mine), ".", color=COLOURS[group], markersize=7, label=group)
     rings = [Point(p.group, p.intensity, p.peer, None) for p in found if p.peer]
     if rings:
         x, y = _xy(rings)
@@ -154,7 +160,7 @@ def _draw_roof(ax: Axes, found: list[Point]) -> None:
     low = min(min(point.intensity for point in found), ridge) / 1.5
     high = max(max(point.intensity for point in found), ridge) * 1.5
     ax.plot([low, ridge, high], [low * READ, MULTIPLY, MULTIPLY], color="black", linewidth=1.2)
-    ax.text(high, MULTIPLY * 1.05, f"cuBLAS, {MULTIPLY:g} TFLOP/s", ha="right", fontsize=8)
+    ax.text(ridge, MULTIPLY * 1.2, f"cuBLAS, {MULTIPLY:g} TFLOP/s", fontsize=8)
     ax.text(low * 1.1, low * READ * 1.8, f"read, {READ:g} TB/s", fontsize=8, rotation=38)
 
 
