@@ -209,10 +209,15 @@ def _can_hold(spec: AttentionSpec) -> bool:
 
 
 def tiles_to_try(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
-    """Return the best tile, and the same with fewer queries in registers, should they spill."""
+    """Return the best tile, and the same with fewer registers, should they spill.
+
+    First with fewer queries in them, then without clusters, whose CTAs keep what they share.
+    """
     tile = candidates(spec, target)[0].tile
     assert isinstance(tile, DecodeTile)
-    return [tile, replace(tile, holds=False)] if tile.holds else [tile]
+    tiles = [tile, replace(tile, holds=False)] if tile.holds else [tile]
+    alone = [replace(tiles[-1], clusters=())] if tile.clusters else []
+    return [*tiles, *alone]
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:

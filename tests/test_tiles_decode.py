@@ -91,11 +91,16 @@ def test_there_is_no_decode_family_for_many_rows_a_token(group: int) -> None:
     )
 
 
-def test_fewer_queries_are_held_if_registers_spill() -> None:
-    first, second = tiles_to_try(spec(), HOPPER, "decode", PLAIN)
+def test_fewer_queries_are_held_and_clusters_left_out_if_registers_spill() -> None:
+    first, second, last = tiles_to_try(spec(), HOPPER, "decode", PLAIN)
     assert first.registers(spec()) > second.registers(spec())
-    [only] = tiles_to_try(spec((256, 256)), HOPPER, "decode", PLAIN)
-    assert isinstance(only, DecodeTile) and not only.holds
+    assert isinstance(second, DecodeTile) and second.clusters
+    assert last == replace(second, clusters=())
+    wide, alone = tiles_to_try(spec((256, 256)), HOPPER, "decode", PLAIN)
+    assert isinstance(wide, DecodeTile) and not wide.holds
+    assert alone == replace(wide, clusters=())
+    [only] = tiles_to_try(spec((256, 256)), parse_target("cuda -arch=sm_80"), "decode", PLAIN)
+    assert isinstance(only, DecodeTile) and not only.clusters
 
 
 @pytest.mark.parametrize("arch", ARCHS)
