@@ -247,8 +247,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         `shape` is (num_qo_heads, num_kv_heads, head_dim, page_size), `dtypes` those of q, kv and o.
         """
-        if q_len < 1:
-            raise PlanError(f"q_len_per_req={q_len} must be at least 1")
         num_qo_heads, num_kv_heads, head_dim, page_size = shape
         spec = self._spec((num_qo_heads, num_kv_heads, head_dim, None), dtypes, page_size)
         batch, graph = len(table[2]), self._graph

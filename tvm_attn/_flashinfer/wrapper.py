@@ -91,7 +91,7 @@ class Wrapper:
                 max_qo_tokens = self._max_qo_tokens
             limits = graph.limits(max_qo_tokens, page_size)
             try:
-                planned = self._plan_for_graph(kernel, arrays, limits, given)
+                planned = self._plan_for_graph(kernel, on_host(*arrays), limits, given)
             except LimitError as error:
                 raise LimitError(
                     f"{error}; in graph mode the limits are the sizes of the constructor's buffers"
@@ -111,12 +111,12 @@ class Wrapper:
     ) -> Plan:
         """Plan into the plan held, on a GPU: that is what a graph has captured.
 
-        Arrays are copied to the host first, since what they are is kept in the caller's buffers.
+        Arrays are on the host where what they are is kept in the caller's buffers.
         """
         held = self._to_replace(kernel) if self.device.type == "cuda" else None
         with on_device(self.device):
             return kernel.plan(
-                *on_host(*arrays), limits=limits, max_qo_len=self._max_qo_len, out=held, **given
+                *arrays, limits=limits, max_qo_len=self._max_qo_len, out=held, **given
             )
 
     def _plan_there(
@@ -129,21 +129,14 @@ class Wrapper:
     ) -> None:
         """Plan a batch in graph mode whose arrays are on the GPU there, waiting for nothing.
 
-        The plan held is replaced, which is what a graph has captured; the caller's buffers stay.
+        The caller's buffers stay as they are.
         """
         kernel, graph = self._kernel_of(spec, options.features), self._graph
         if graph is None:
             raise PlanError("a batch is planned on its GPU in graph mode alone")
         limits = graph.limits(self._max_qo_tokens or max_qo_tokens, spec.page_size or 1)
         given = {"fixed_split_size": split, **options.plan_params()}
-        with on_device(self.device):
-            planned = kernel.plan(
-                *arrays,
-                limits=limits,
-                max_qo_len=self._max_qo_len,
-                out=self._to_replace(kernel),
-                **given,
-            )
+        planned = self._plan_for_graph(kernel, arrays, limits, given)
         self._max_qo_tokens = limits.max_qo_tokens
         self._adopt(kernel, planned, options)
         self._split = split

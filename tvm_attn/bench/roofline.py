@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tvm_attn.bench import decode_rows, prefill_rows
+from tvm_attn.bench.decode import HEAD_DIM
 from tvm_attn.errors import SpecError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 READ, MULTIPLY = 4.458, 787.0
 """TB/s that a plain read of 2 GB reaches on an H200, and TFLOP/s of cuBLAS in bursts (bfloat16)."""
-HEAD_DIM = 128
-"""Of decode rows."""
 COLOURS = {
     "prefill": "#1f77b4",
     "paged": "#2ca02c",
@@ -141,11 +140,11 @@ def draw(found: list[Point], title: str) -> Figure:
     ax.set_yscale("log")
     _draw_roof(ax, found)
     for group in dict.fromkeys(point.group for point in found):
-        mine = [point for point in found if point.group == group]
-        ax.plot(*_xy(mine), ".", color=COLOURS[group], markersize=7, label=group)
-    rings = [Point(p.group, p.intensity, p.peer, None) for p in found if p.peer]
+        x, y = zip(*((p.intensity, p.rate) for p in found if p.group == group), strict=True)
+        ax.plot(x, y, ".", color=COLOURS[group], markersize=7, label=group)
+    rings = [(point.intensity, point.peer) for point in found if point.peer]
     if rings:
-        x, y = _xy(rings)
+        x, y = zip(*rings, strict=True)
         ax.scatter(x, y, 60, "none", edgecolors="black", linewidths=0.6, label="best peer")
     ax.set_xlabel("operations per byte of Q, K, V and O")
     ax.set_ylabel("TFLOP/s")
@@ -162,10 +161,6 @@ def _draw_roof(ax: Axes, found: list[Point]) -> None:
     ax.plot([low, ridge, high], [low * READ, MULTIPLY, MULTIPLY], color="black", linewidth=1.2)
     ax.text(ridge, MULTIPLY * 1.2, f"cuBLAS, {MULTIPLY:g} TFLOP/s", fontsize=8)
     ax.text(low * 1.1, low * READ * 1.8, f"read, {READ:g} TB/s", fontsize=8, rotation=38)
-
-
-def _xy(found: list[Point]) -> tuple[list[float], list[float]]:
-    return [point.intensity for point in found], [point.rate for point in found]
 
 
 def main(argv: list[str] | None = None) -> int:
