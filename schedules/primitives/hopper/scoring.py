@@ -28,7 +28,7 @@ from tvm_attn.schedules.primitives.hopper.softmax import (
     weigh,
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import hold
-from tvm_attn.schedules.primitives.scores import SLACK, hide, logits
+from tvm_attn.schedules.primitives.scores import hide, logits, slack
 from tvm_attn.schedules.primitives.task import Task, at_hand
 from tvm_attn.variant import Expr
 
@@ -90,7 +90,7 @@ def leaves_reach(fold: Fold, has_empty: Expr) -> Expr:
     """Whether a product of the block is beyond what a fold is good for."""
     cta, reference = fold.cta, fold.cta.registers.reference
     some = elements(cta, 0, cta.key_tiles)
-    return any_lane(fold.reaches(some, (reference[0], reference[1]), SLACK[cta.dtype], has_empty))
+    return any_lane(fold.reaches(some, (reference[0], reference[1]), slack(cta), has_empty))
 
 
 def prepare_bias(cta: Cta, task: Task, kv0: Expr) -> Fold | None:

@@ -1,7 +1,7 @@
 """Online softmax of a warpgroup, lazily: scores are relative to a reference that seldom moves.
 
 A row's reference is the largest score of its first block. Later scores are taken relative to it;
-only where one has outgrown it by `SLACK` (a power of 2 that weights can hold) are exact maxima
+only where one has outgrown it by `slack` (a power of 2 that weights can hold) are exact maxima
 found, the reference moved and what was accumulated rescaled: the result is the same. That none has
 is one test of a warp. As signed integers, floats above 0 compare as they are, and none below 0 is
 above one of them.
@@ -34,7 +34,7 @@ from tvm_attn.schedules.primitives.fragments import (
     pack,
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import hold
-from tvm_attn.schedules.primitives.scores import SLACK
+from tvm_attn.schedules.primitives.scores import slack
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
 
@@ -99,7 +99,7 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
             at = cta.score(0, n, i)
             largest = largest_of_three(r.bits[i], r.score[at], r.score[at + 1])
             T.buffer_store(r.bits, largest, [i])
-    above = tirx.max(r.bits[0], r.bits[1]) > T.int32(bits_of(SLACK[cta.dtype]))
+    above = tirx.max(r.bits[0], r.bits[1]) > T.int32(bits_of(slack(cta)))
     group.flags.set("outgrown", any_lane(tirx.Or(group.flags.has_empty, above)))
 
 
@@ -114,7 +114,7 @@ def move_references(cta, group, begin, end):
     for i in T.unroll(HALVES):
         is_empty: T.let[T.bool] = r.peak[i] == f32(HIDDEN)
         moves: T.let[T.bool] = T.Or(
-            r.top[i] > f32(SLACK[cta.dtype]), T.And(is_empty, r.top[i] > f32(HIDDEN))
+            r.top[i] > f32(slack(cta)), T.And(is_empty, r.top[i] > f32(HIDDEN))
         )
         by: T.let[T.float32] = T.Select(moves, r.top[i], f32(0.0))
         shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
