@@ -19,8 +19,9 @@ SPEED = 0.93
 
 
 def overlaps(family: Family, decoding: Family) -> bool:
-    """Whether the kernel of a family takes whole multiprocessors, and another one is to decode."""
-    return (family.schedule, decoding.schedule) == ("sm90", "decode")
+    """Whether the kernel of a family prefills on whole multiprocessors, and another decodes."""
+    names = (family.name, family.schedule, decoding.schedule)
+    return names == ("long", "sm90", "decode")
 
 
 def queues_beside(work: WorkList, decoding: WorkList) -> int:

@@ -24,7 +24,8 @@ class Family:
     Attributes
     ----------
     name : str
-        ``"short"`` or ``"long"``; the kernel's symbol is ``attention_<name>``.
+        ``"decode"``, ``"draft"``, ``"short"`` or ``"long"``; the kernel's symbol is
+        ``attention_<name>``.
     rows, block : int
         Fused query rows of a tile, KV tokens of a block.
     overhead : int

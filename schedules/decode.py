@@ -18,7 +18,7 @@ from tvm_attn.schedules.primitives.clusters import (
     rank_in_cluster,
     shares_item,
 )
-from tvm_attn.schedules.primitives.fragments import LEFT, Lane
+from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
 from tvm_attn.schedules.primitives.join import store_state
 from tvm_attn.schedules.primitives.overlap import (
@@ -205,11 +205,10 @@ def attention(
         lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))
         shared = T.meta_var(StreamTiles.allocate(spec, tile, warp))
         registers = T.meta_var(Registers.allocate(tile, spec))
-        queries = T.alloc_local((tile.held_steps(spec) * LEFT,), "uint32")
         pages = T.meta_var(CacheAccess.of(spec, batch, k).page_size)
         reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
         runs = T.meta_var(run_bits(spec, tile, pages))
-        who = T.meta_var((thread, warp, lane, shared, registers, queries))
+        who = T.meta_var((thread, warp, lane, shared, registers))
         where = T.meta_var((pages, reciprocal, runs, size, rank, follows))
         cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who, *where))
         t: T.int32 = work.cta_indptr[c]

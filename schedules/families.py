@@ -1,7 +1,7 @@
 """Which schedule makes the kernel of which family of query tiles: the one place that chooses.
 
-A request belongs to the first family whose tile holds all of its rows, else to the last one. The
-decode family is there where its kernel can be: its rows are few, its warps stream keys.
+A request belongs to the first family whose tile holds all of its rows, else to the last one. Those
+of few rows are there where their kernel can be, whose warps stream keys.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ SCHEDULES: dict[str, Any] = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 def families(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> tuple[Kind, ...]:
     """Return the families of a GPU's kernel, those of fewest rows first."""
-    if refuses_decode(spec, target, makes):
-        return tiles_cuda.FAMILIES
-    return "decode", *tiles_cuda.FAMILIES
+    few = (f for f in tiles_decode.FEW_ROWS if not refuses(spec, target, f, makes))
+    return *few, *tiles_cuda.FAMILIES
 
 
-def refuses_decode(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> str:
-    """Say why there is no decode family; empty if there is one."""
-    if reason := tiles_decode.refuses(spec, makes):
+def refuses(spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes) -> str:
+    """Say why there is no such family of few rows; empty if there is one."""
+    if reason := tiles_decode.refuses(spec, makes, family):
         return reason
-    fits = any(not one.excess for one in tiles_decode.candidates(spec, target))
+    fits = any(not one.excess for one in tiles_decode.candidates(spec, target, family))
     return "" if fits else "no tile fits"
 
 
@@ -41,8 +40,8 @@ def candidates(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[Candidate]:
     """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
-    if family == "decode":
-        return tiles_decode.candidates(spec, target)
+    if family in tiles_decode.FEW_ROWS:
+        return tiles_decode.candidates(spec, target, family)
     return tiles_cuda.candidates(spec, target, family, makes)
 
 
@@ -50,8 +49,8 @@ def tiles_to_try(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[CudaTile]:
     """Return the best tile of a family, and after it some to try if its registers spill."""
-    if family == "decode":
-        return tiles_decode.tiles_to_try(spec, target)
+    if family in tiles_decode.FEW_ROWS:
+        return tiles_decode.tiles_to_try(spec, target, family)
     return tiles_cuda.tiles_to_try(spec, target, family, makes)
 
 
@@ -78,8 +77,19 @@ def query_tiles(
     if schedule == "sm90" and reason:
         raise TargetError(f"schedule='sm90' cannot be used: {reason}")
     if schedule != "sm80" and not reason:
-        ranked[-1] = tiles_sm90.tiles_to_try(spec)
+        return [*_before_hopper(spec, ranked), tiles_sm90.tiles_to_try(spec)]
     return ranked
+
+
+def _before_hopper(spec: AttentionSpec, ranked: list[list[Any]]) -> list[list[Any]]:
+    """Return the tiles of all families but the last, where Hopper has a kernel of its own.
+
+    It serves short requests as well, those that are drafts among them, if heads are not wide.
+    """
+    short = tiles_sm90.short_tiles_to_try(spec)
+    if not short:
+        return ranked[:-1]
+    return [*(tiles for tiles in ranked[:-2] if tiles[0].family != "draft"), short]
 
 
 def attention(spec: AttentionSpec, hooks: Hooks, tile: Any, name: str = "attention") -> Any:

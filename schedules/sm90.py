@@ -6,8 +6,8 @@ values of the block before it, and scores are weighed while the latter run. The 
 drain between items: the first scores of an item are begun with the last values of the one before.
 
 A CTA has a warpgroup that copies (a warp for keys, which also reads the work list ahead, one for
-values, two for the slots of query and output rows) and two or three that multiply, 64 rows each, in
-turns. Who waits for what is said by barriers in shared memory (`hopper.shared`).
+values, two for the slots of query and output rows) and one, two or three that multiply, 64 rows
+each, in turns. Who waits for what is said by barriers in shared memory (`hopper.shared`).
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def attention(
         out_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         maps = T.meta_var(Maps.encode(spec, tile, given, q_map, k_map, v_map, out_map))
         T.device_entry()
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
         c = T.cta_id([given.work.cta_indptr.shape[0] - 1])
         thread = T.thread_id([tile.threads])
         role = T.warpgroup_id([tile.threads // WARPGROUP_THREADS])

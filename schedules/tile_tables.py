@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from tvm_attn.schedules import families as kinds
 from tvm_attn.schedules import tiles_sm90
 from tvm_attn.schedules.tiles import cpu_tiles
 from tvm_attn.schedules.tiles_cuda import FULL_BLOCK, REGISTER_LIMIT, Candidate, Kind
+from tvm_attn.schedules.tiles_decode import FEW_ROWS
+from tvm_attn.schedules.tiles_sm90 import HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.variant import AttentionVariant
@@ -51,15 +54,23 @@ def tile_tables(
         return [_of_cpu(spec, target)]
     shown = kinds.families(spec, target, makes)
     tables = [_limits(target.arch), *(_of_family(spec, target, f, makes) for f in shown)]
-    if reason := kinds.refuses_decode(spec, target, makes):
-        tables.insert(1, TileTable(f"no decode family: {reason}", (), ()))
+    for family in FEW_ROWS:
+        if reason := kinds.refuses(spec, target, family, makes):
+            tables.insert(1, TileTable(f"no {family} family: {reason}", (), ()))
     return tables
 
 
-def hopper_table(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> TileTable:
-    """Return the tiles of Hopper's own kernel for long requests, or why there is none."""
+def hopper_tables(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
+) -> list[TileTable]:
+    """Return the tiles of Hopper's own kernel for each family, or why there is none."""
     if reason := tiles_sm90.refuses(spec, variant, target):
-        return TileTable(f"no Hopper kernel: {reason}", (), ())
+        return [TileTable(f"no Hopper kernel: {reason}", (), ())]
+    tries = (tiles_sm90.short_tiles_to_try(spec), tiles_sm90.tiles_to_try(spec))
+    return [_of_hopper(spec, tiles) for tiles in tries if tiles]
+
+
+def _of_hopper(spec: AttentionSpec, tiles: Sequence[HopperTile]) -> TileTable:
     columns = (
         *("rows x keys", "stages", "keys are copied in"),
         *("shared bytes", "registers", "try", ""),
@@ -71,12 +82,10 @@ def hopper_table(spec: AttentionSpec, variant: AttentionVariant, target: BuildTa
             *(f"{tile.shared_bytes(spec):,}", str(tile.multiplying), str(number)),
             "chosen" if number == 1 else "shorter blocks",
         )
-        for number, tile in enumerate(tiles_sm90.tiles_to_try(spec), start=1)
+        for number, tile in enumerate(tiles, start=1)
     )
-    title = (
-        "long family by Hopper's own kernel (schedule='sm80' takes the tiles of the table below)"
-    )
-    return TileTable(title, columns, rows)
+    title = f"{tiles[0].family} family by Hopper's own kernel (schedule='sm80' takes those of the"
+    return TileTable(f"{title} family's other table)", columns, rows)
 
 
 def _of_cpu(spec: AttentionSpec, target: BuildTarget) -> TileTable:

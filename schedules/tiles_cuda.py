@@ -28,9 +28,9 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-Kind = Literal["decode", "short", "long"]
+Kind = Literal["decode", "draft", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
-"""Those whose tiles are here; decoding has tiles of its own."""
+"""Those whose tiles are here; requests of fewer rows have tiles of their own."""
 SHORT_ROWS = 64
 """Query rows of the short family: a tile for each warp."""
 LONG_ROWS = 128

@@ -24,8 +24,10 @@ from tvm_attn.schedules.primitives.shapes import (
     pitch,
 )
 from tvm_attn.schedules.tiles_cuda import (
+    WIDEST_PAIR,
     Candidate,
     CudaTile,
+    Kind,
     arch_of,
     with_residents,
 )
@@ -33,8 +35,15 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-CLUSTERS = (8, 4, 2)
-"""CTAs that may share each item of a plan with few units, most first."""
+FEW_ROWS: tuple[Kind, ...] = ("decode", "draft")
+"""Families whose tiles are here: of requests with few rows, and with some more."""
+TILE_ROWS = (ROWS, 2 * ROWS)
+"""Fused rows of a tile, which all warps have in registers."""
+CLUSTERS = {ROWS: (8, 4, 2), 2 * ROWS: (2,)}
+"""CTAs that may share each item of a plan with few units, most first, by the rows of a tile.
+
+Where they have more rows, there is no room for what more of them would send.
+"""
 HAVE_CLUSTERS = {"wgmma", "tcgen05"}
 """Features of cards whose clusters have as many CTAs."""
 GRANULE = 64
@@ -45,6 +54,7 @@ ENOUGH_WARPS = 8
 WARPS = (4, 8, 2)
 """Of a CTA, the best first."""
 PASSES = range(1, 6)
+BLOCKS = (2 * ROWS, ROWS)
 STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
 SHARED_COLUMNS = 16
@@ -68,12 +78,14 @@ class DecodeRank(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeTile(CudaTile):
-    """A tile of the decode kernel: 16 fused rows, and warps that each have keys of their own.
+    """A tile of the decode kernel: 16 or 32 fused rows, and warps that each have keys of their own.
 
     Parameters
     ----------
-    family, rows, warps, residents, overhead
+    family, rows, residents, overhead, holds_queries
         As of `CudaTile`.
+    warps : int
+        Warps of a CTA; each has all rows.
     block : int
         Keys of a stage of a warp.
     stages : int
@@ -85,14 +97,11 @@ class DecodeTile(CudaTile):
         Whether CTAs begin while the kernel before ends.
     clusters : tuple of int
         How many CTAs can share each item, besides one alone.
-    holds : bool
-        Whether the queries of all steps stay in registers.
     """
 
     passes: int = 1
     overlaps: bool = False
     clusters: tuple[int, ...] = ()
-    holds: bool = True
 
     @property
     def schedule(self) -> str:
@@ -112,15 +121,15 @@ class DecodeTile(CudaTile):
     def __post_init__(self) -> None:
         """Validate."""
         sizes = (self.warps, self.residents, self.passes)
-        if self.family != "decode" or min(sizes) < 1 or self.stages != STAGES:
-            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, the family decode")
-        if self.rows != ROWS or self.block not in (ROWS, 2 * ROWS):
-            raise SpecError(f"{self}: rows are {ROWS}, keys of a block as many or twice as many")
+        if self.family not in FEW_ROWS or min(sizes) < 1 or self.stages != STAGES:
+            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, families {FEW_ROWS}")
+        if self.rows not in TILE_ROWS or self.block not in BLOCKS:
+            raise SpecError(f"{self}: rows are one of {TILE_ROWS}, keys of a block of {BLOCKS}")
 
     @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows that a warp has: the item's."""
-        return 1
+        return self.rows // ROWS
 
     @property
     def state_rows(self) -> int:
@@ -152,13 +161,10 @@ class DecodeTile(CudaTile):
         words = (1 + 2 * bool(self.clusters)) * WORD_BYTES
         return queries + self.warps * (ring + tasks) + state + closed + words
 
-    def held_steps(self, spec: AttentionSpec) -> int:
-        """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
-        return spec.head_dim_qk // DEPTH if self.holds else 1
-
     def registers(self, spec: AttentionSpec) -> int:
         """Estimate the registers of a thread."""
-        return (spec.dim_vo + self.block) // 2 + LEFT * self.held_steps(spec) + OTHER_REGISTERS
+        queries = LEFT * self.query_steps(spec)
+        return self.row_tiles * ((spec.dim_vo + self.block) // 2 + queries) + OTHER_REGISTERS
 
     def rank(self) -> DecodeRank:
         """Return how good it is."""
@@ -180,14 +186,23 @@ def share_columns(columns: int, size: Any) -> Any:
     return (columns + rest) // (SHARED_COLUMNS * size) * SHARED_COLUMNS
 
 
-def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
-    """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
+def candidates(
+    spec: AttentionSpec, target: BuildTarget, family: Kind = "decode"
+) -> list[Candidate]:
+    """Return all tiles of a family, the best first and at the end those that do not fit a GPU.
+
+    CTAs of clusters share items of the first family alone.
+    """
     arch = arch_of(target)
     found = []
-    clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
-    for tile in _tiles(spec):
+    rows = rows_of(spec, family)
+    has_clusters = family == "decode" and HAVE_CLUSTERS & arch.features
+    for tile in _tiles(spec, family, rows):
         tile = replace(
-            tile, overlaps="tma" in arch.features, clusters=clusters, holds=_can_hold(spec)
+            tile,
+            overlaps="tma" in arch.features,
+            clusters=CLUSTERS[rows] if has_clusters else (),
+            holds_queries=_can_hold(spec, tile.row_tiles),
         )
         one = with_residents(tile, spec, arch, (False, False))
         residents = min(one.tile.residents, max(ENOUGH_WARPS // tile.warps, 1))
@@ -195,35 +210,47 @@ def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
-def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
+def rows_of(spec: AttentionSpec, family: Kind) -> int:
+    """Return the fused rows of a family's tile: those of a token, at least, of the first one's."""
+    is_first = family == "decode"
+    return ROWS if is_first and spec.group_size <= ROWS else 2 * ROWS
+
+
+def _tiles(spec: AttentionSpec, family: Kind, rows: int) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
-    blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
+    blocks = [block for block in BLOCKS if block == ROWS or block * row <= STAGE_BYTES]
     for block, warps, passes in product(blocks, WARPS, PASSES):
-        if spec.dim_vo // passes % ROWS == 0:
-            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes=passes)
+        if spec.dim_vo % (passes * ROWS) == 0:
+            yield DecodeTile(family, rows, block, warps, STAGES, 1, 1, passes=passes)
 
 
-def _can_hold(spec: AttentionSpec) -> bool:
-    return spec.dim_vo // 2 + LEFT * spec.head_dim_qk // DEPTH <= MOST_HELD
+def _can_hold(spec: AttentionSpec, row_tiles: int) -> bool:
+    return row_tiles * (spec.dim_vo // 2 + LEFT * spec.head_dim_qk // DEPTH) <= MOST_HELD
 
 
-def tiles_to_try(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
+def tiles_to_try(
+    spec: AttentionSpec, target: BuildTarget, family: Kind = "decode"
+) -> list[CudaTile]:
     """Return the best tile, and the same with fewer registers, should they spill.
 
     First with fewer queries in them, then without clusters, whose CTAs keep what they share.
     """
-    tile = candidates(spec, target)[0].tile
+    tile = candidates(spec, target, family)[0].tile
     assert isinstance(tile, DecodeTile)
-    tiles = [tile, replace(tile, holds=False)] if tile.holds else [tile]
+    tiles = [tile, replace(tile, holds_queries=False)] if tile.holds_queries else [tile]
     alone = [replace(tiles[-1], clusters=())] if tile.clusters else []
     return [*tiles, *alone]
 
 
-def refuses(spec: AttentionSpec, makes: tuple[bool, bool]) -> str:
-    """Say why there is no decode kernel; empty if there is one."""
-    if spec.group_size > ROWS:
-        return f"a token has {spec.group_size} rows, more than {ROWS}"
+def refuses(spec: AttentionSpec, makes: tuple[bool, bool], family: Kind = "decode") -> str:
+    """Say why there is no kernel of a family here; empty if there is one."""
     if any(makes):
         return "keys or values are transformed"
+    if spec.group_size > TILE_ROWS[-1]:
+        return f"a token has {spec.group_size} rows, more than {TILE_ROWS[-1]}"
+    if rows_of(spec, family) > ROWS and spec.dim_vo > WIDEST_PAIR:
+        return f"registers do not hold {2 * ROWS} rows of {spec.dim_vo} elements"
+    if family == "draft" and spec.group_size > ROWS:
+        return "decoding has as many rows"
     return ""

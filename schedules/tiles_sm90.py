@@ -23,8 +23,10 @@ ROOM = 188
 """Registers of a lane for outputs, scores and weights, where queries are not held."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
-REGISTERS, REGISTER_STEP = 65536, 8
-"""Registers of a multiprocessor, and steps in which threads have them."""
+REGISTERS, REGISTER_STEP, MOST_REGISTERS = 65536, 8, 240
+"""Registers of a multiprocessor, steps in which threads have them, and as many as they may need."""
+STAGE_BYTES = 2**15
+"""Bytes of a stage where memory is the limit, three of which keep it busy."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA can have."""
 BARRIER_BYTES = 256
@@ -64,7 +66,7 @@ class HopperTile:
     split : int
         Of the scores of a block, tiles of 8 keys that are weighed before the values are waited for.
     multipliers : int
-        Warpgroups that multiply.
+        Warpgroups that multiply: one where few rows make memory the limit.
     copying : int
         Registers of a thread that copies.
     paired : int
@@ -83,7 +85,7 @@ class HopperTile:
     multipliers: int = 2
     copying: int = 40
     paired: int = 0
-    family: Literal["long"] = "long"
+    family: Literal["short", "long"] = "long"
     overhead: int = 1
     residents: int = 1
 
@@ -145,13 +147,14 @@ class HopperTile:
     @property
     def beginning(self) -> int:
         """Registers of a thread when the CTA begins."""
-        return REGISTERS // self.threads // REGISTER_STEP * REGISTER_STEP
+        even = REGISTERS // self.threads // REGISTER_STEP * REGISTER_STEP
+        return min(even, MOST_REGISTERS)
 
     @property
     def multiplying(self) -> int:
         """Registers of a thread that multiplies: what those that copy leave, in steps of 8."""
         left = self.threads * self.beginning // WARPGROUP_THREADS - self.copying
-        return left // self.multipliers // REGISTER_STEP * REGISTER_STEP
+        return min(left // self.multipliers // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
 
     @property
     def slots_outputs(self) -> bool:
@@ -214,6 +217,33 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         for block in (BLOCKS if holds else WIDE_BLOCKS)
     ]
     return tiles if holds else [tile for tile in tiles if has_room(tile, spec)]
+
+
+def short_tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
+    """Return the tile of a Hopper kernel for requests of few rows; none for wide heads.
+
+    One warpgroup multiplies, in a CTA that has a multiprocessor for itself.
+    """
+    row = (padded(spec.head_dim_qk) + padded(spec.dim_vo)) * ELEMENT_BYTES
+    block = min(STAGE_BYTES // row // BOX_UNIT * BOX_UNIT, BLOCKS[0])
+    if max(spec.head_dim_qk, spec.dim_vo) > WIDEST_HELD:
+        return []
+    box = box_of(block, spec.page_size)
+    return [
+        HopperTile(
+            block=block,
+            stages=3,
+            box=box,
+            page=spec.page_size or 0,
+            holds_queries=True,
+            slots=1,
+            feeders=_feeders(spec, box),
+            split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
+            multipliers=1,
+            copying=MOST_REGISTERS // 2,
+            family="short",
+        )
+    ]
 
 
 def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:

@@ -86,7 +86,7 @@ def test_a_kernel_says_what_it_is(cache: Cache) -> None:
     meta = read_artifact(cache.kernel).meta
     assert (meta["device"], meta["target"], meta["cpu_flags"]) == ("cuda", TARGET, [])
     assert (module.device, module.backend, module.target) == ("cuda", "sm80", TARGET)
-    assert [family["name"] for family in meta["families"]] == ["decode", "short", "long"]
+    assert [family["name"] for family in meta["families"]] == ["decode", "draft", "short", "long"]
     assert all(family["residents"] >= 1 for family in meta["families"])
     assert tuple(module.resources["kernels"]) == tuple(meta["resources"]) == NAMES
     for name, used in meta["resources"].items():

@@ -10,7 +10,13 @@ from tests.generating import generate_kernel
 from tvm_attn import pipeline, variants
 from tvm_attn.errors import TargetError
 from tvm_attn.schedules.families import query_tiles
-from tvm_attn.schedules.tiles_sm90 import HopperTile, padded, refuses, tiles_to_try
+from tvm_attn.schedules.tiles_sm90 import (
+    HopperTile,
+    padded,
+    refuses,
+    short_tiles_to_try,
+    tiles_to_try,
+)
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import parse_target
@@ -86,6 +92,31 @@ def test_narrow_heads_have_three_warpgroups_and_two_slots(
 
 
 @pytest.mark.parametrize(
+    ("dims", "block"), [((128, 128), 64), ((64, 64), 128), ((64, 128), 80), ((16, 16), 128)]
+)
+@pytest.mark.parametrize("page_size", [None, 16, 5])
+def test_one_warpgroup_has_requests_of_few_rows_and_stages_of_32_kb(
+    dims: tuple[int, int], block: int, page_size: int | None
+) -> None:
+    wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1], page_size=page_size)
+    [tile] = short_tiles_to_try(wanted)
+    assert (tile.family, tile.rows, tile.threads, tile.block) == ("short", 64, 256, block)
+    assert tile.gathers == (page_size == 5)
+    assert HOPPER.arch is not None
+    assert tile.shared_bytes(wanted) <= HOPPER.arch.shared_memory_per_block
+    assert tile.threads * tile.beginning <= HOPPER.arch.registers_per_block
+    assert tile.copying + tile.multiplying <= 2 * tile.beginning
+
+
+def test_wide_heads_of_short_requests_are_left_to_other_kernels() -> None:
+    for dims in ((192, 128), (256, 256)):
+        wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
+        assert not short_tiles_to_try(wanted)
+        tiles = query_tiles(wanted, AttentionVariant(), HOPPER, None)
+        assert not isinstance(tiles[-2][0], HopperTile) and isinstance(tiles[-1][0], HopperTile)
+
+
+@pytest.mark.parametrize(
     ("dims", "block"), [((256, 256), 80), ((192, 192), 112), ((192, 128), 128), ((144, 256), 80)]
 )
 def test_wide_heads_have_blocks_of_as_many_keys_as_there_is_room_for(
@@ -139,7 +170,8 @@ def test_a_kernel_asks_for_as_much_as_its_tile_says() -> None:
 
 def test_tables_have_it_or_say_why_not() -> None:
     titles = [table.title for table in pipeline.tile_tables(SPEC, None, HOPPER)]
-    assert any(title.startswith("long family by Hopper's own kernel") for title in titles)
+    for family in ("short", "long"):
+        assert any(title.startswith(f"{family} family by Hopper's own kernel") for title in titles)
     widened = spec(kv_dtype="float8_e4m3fn")
     titles = [table.title for table in pipeline.tile_tables(widened, None, HOPPER)]
     assert "no Hopper kernel: K and V are float8_e4m3fn, queries float16" in titles
@@ -152,7 +184,8 @@ def test_tables_have_it_or_say_why_not() -> None:
 )
 def test_the_table_says_how_keys_are_copied(page_size: int | None, copies: str) -> None:
     tables = pipeline.tile_tables(spec(page_size=page_size), None, HOPPER)
-    [table] = [table for table in tables if "Hopper's own kernel" in table.title]
+    [short, table] = [table for table in tables if "Hopper's own kernel" in table.title]
+    assert short.rows[0][2:3] == (copies.replace("128", "64"),)
     assert table.rows[0][table.columns.index("keys are copied in")] == copies
 
 

@@ -37,11 +37,11 @@ def query_tiles(
 def explain_tiles(spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget) -> list[Any]:
     """Return tables of the query tiles that there are to choose from; see `tile_tables`."""
     from tvm_attn.schedules.families import makes_of
-    from tvm_attn.schedules.tile_tables import hopper_table, tile_tables
+    from tvm_attn.schedules.tile_tables import hopper_tables, tile_tables
 
     tables = list(tile_tables(spec, target, makes_of(variant)))
     if target.arch and "wgmma" in target.arch.features:
-        tables.insert(-1, hopper_table(spec, variant, target))
+        tables[-1:-1] = hopper_tables(spec, variant, target)
     return tables
 
 

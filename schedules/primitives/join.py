@@ -10,8 +10,8 @@ from tvm_attn.schedules.primitives.clusters import (
     wait_for_cluster,
 )
 from tvm_attn.schedules.primitives.finish import QUAD, Joined, empty, store_quad
-from tvm_attn.schedules.primitives.fragments import HALVES, over_row, store_shared_pair
-from tvm_attn.schedules.primitives.shapes import COLUMNS, ROWS
+from tvm_attn.schedules.primitives.fragments import over_row, store_shared_pair
+from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.primitives.shares import Shares, receive_state, send_state, store_share
 
 
@@ -20,12 +20,12 @@ def share_state(cta, task, turn):
     """Put a part of the columns of the warp's state where all warps see it."""
     r, tiles = T.meta_var((cta.registers, cta.shared))
     columns = T.meta_var(cta.tile.part(cta.spec.dim_vo))
-    for i in T.unroll(HALVES):
-        place = T.meta_var(cta.lane.row(i))
+    for i in T.unroll(cta.rows):
+        place = T.meta_var(cta.place(i))
         if task.row0 + place < task.row_end:
             if T.And(turn == 0, cta.lane.column(0) == 0):
-                tiles.peaks[cta.warp * ROWS + place] = r.reference[i]
-                tiles.totals[cta.warp * ROWS + place] = r.total[i]
+                tiles.peaks[tiles.row_index(cta.warp, place)] = r.reference[i]
+                tiles.totals[tiles.row_index(cta.warp, place)] = r.total[i]
             for p in T.unroll(columns // COLUMNS):
                 at = T.meta_var(cta.pair(turn * (columns // COLUMNS) + p, i))
                 column = T.meta_var(at[2] - turn * columns)
@@ -43,10 +43,12 @@ def join(cta, joined, place, column):
     state, tiles = T.meta_var((cta.hooks.accumulation, cta.shared))
     empty(cta, joined)
     for w in T.unroll(cta.tile.warps):
-        joined.peak[0] = state.peak(joined.peak[0], tiles.peaks[w * ROWS + place])
+        joined.peak[0] = state.peak(joined.peak[0], tiles.peaks[tiles.row_index(w, place)])
     for w in T.unroll(cta.tile.warps):
-        scale: T.let[T.float32] = state.rescale(tiles.peaks[w * ROWS + place], joined.peak[0])
-        joined.total[0] = joined.total[0] + tiles.totals[w * ROWS + place] * scale
+        scale: T.let[T.float32] = state.rescale(
+            tiles.peaks[tiles.row_index(w, place)], joined.peak[0]
+        )
+        joined.total[0] = joined.total[0] + tiles.totals[tiles.row_index(w, place)] * scale
         for e in T.unroll(QUAD):
             at = T.meta_var(tiles.state_index(w, place, column + e))
             joined.out[e] = joined.out[e] + tiles.state[at] * scale
@@ -71,7 +73,7 @@ def store_state(cta, task, outputs):
     """Close the rows and store them: results of a whole unit, a partial state of a piece."""
     r = T.meta_var(cta.registers)
     joined = T.meta_var(Joined.allocate())
-    for i in T.unroll(HALVES):
+    for i in T.unroll(cta.rows):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
     if shares_item(cta):

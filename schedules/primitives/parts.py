@@ -8,7 +8,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import HALVES
 from tvm_attn.schedules.primitives.join import store_state
 from tvm_attn.schedules.primitives.scores import init_state
 from tvm_attn.schedules.primitives.streams import StreamingCta
@@ -54,7 +53,7 @@ TILES = 16
 
 def at_once(cta: StreamingCta) -> int:
     """Return how many parts a warp loads before it adds them: as many as leave registers."""
-    return 4 if cta.value_tiles <= TILES else 1
+    return 4 if cta.row_tiles * cta.value_tiles <= TILES else 1
 
 
 def place_of(cta: StreamingCta, slot: Expr, end: Expr, j: Expr) -> Expr:
@@ -69,9 +68,7 @@ def load_parts(cta, outputs, parts, slot, end, i, c):
         for p in T.unroll(min(TILES, cta.value_tiles)):
             tile = T.meta_var(c * TILES + p)
             if tile < cta.value_tiles:
-                at = T.meta_var(
-                    (place_of(cta, slot, end, j), cta.lane.row(i), cta.pair(tile, i)[2])
-                )
+                at = T.meta_var((place_of(cta, slot, end, j), cta.place(i), cta.pair(tile, i)[2]))
                 first = T.meta_var((j * TILES + p) * 2)
                 pointer = T.meta_var(outputs.partial_o.ptr_to(list(at)))
                 T.ptx["ld.global.v2.f32"](parts[first], parts[first + 1], pointer)
@@ -100,7 +97,7 @@ def add_parts(cta, outputs, slot, end, i):
     lses = T.alloc_local((at_once(cta),), "float32")
     for j in T.unroll(at_once(cta)):
         is_there = T.meta_var(slot + j * cta.tile.warps < end)
-        lse = T.meta_var(outputs.partial_lse[place_of(cta, slot, end, j), cta.lane.row(i)])
+        lse = T.meta_var(outputs.partial_lse[place_of(cta, slot, end, j), cta.place(i)])
         lses[j] = T.Select(is_there, lse, f32(cta.hooks.accumulation.hidden))
     for c in T.unroll(-(-cta.value_tiles // TILES)):
         load_parts(cta, outputs, parts, slot, end, i, c)
@@ -127,11 +124,11 @@ def merge_unit(cta, given, m):
     slot: T.int32 = given.work.merge_indptr[m] + cta.warp
     init_state(cta)
     while slot < end:
-        for i in T.unroll(HALVES):
-            if cta.lane.row(i) < count:
+        for i in T.unroll(cta.rows):
+            if cta.place(i) < count:
                 add_parts(cta, given.outputs, slot, end, i)
         slot = slot + at_once(cta) * cta.tile.warps
-    for i in T.unroll(HALVES):
+    for i in T.unroll(cta.rows):
         if cta.lane.column(0) != 0:  # a row's lanes have the same total, which is summed over them
             r.total[i] = f32(0.0)
     store_state(cta.alone, whole, given.outputs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import HALVES, LEFT, load_matrices, pack
+from tvm_attn.schedules.primitives.fragments import HALVES, load_matrices, pack
 from tvm_attn.schedules.primitives.gather import offset
-from tvm_attn.schedules.primitives.shapes import DEPTH
+from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
 from tvm_attn.schedules.primitives.staging import Copy, copy_rows
 from tvm_attn.tir.access import to_float
 from tvm_attn.tir.states import f32
@@ -45,7 +45,7 @@ def halves_of(pair: Expr) -> list[Expr]:
 
 
 @T.inline
-def hold_quads(cta, t, d, register):
+def hold_quads(cta, t, d, m):
     """Load the left operand of a step in the order in which float8 keys are widened.
 
     The lane's columns of a step are four neighbours: two as its first pair, two as its second.
@@ -53,30 +53,32 @@ def hold_quads(cta, t, d, register):
     pair = T.alloc_local((2,), "uint32")
     for half in T.unroll(HALVES):
         column = T.meta_var(d * DEPTH + 2 * cta.lane.column(0))
-        pointer = T.meta_var(cta.shared.q.pointer(t % 2, cta.lane.row(half), column))
+        row = T.meta_var(cta.place(m * HALVES + half))
+        pointer = T.meta_var(cta.shared.q.pointer(t % 2, row, column))
         T.ptx["ld.shared.v2.b32"](pair[0], pair[1], pointer)
         for i in T.unroll(2):
-            at = T.meta_var(register + 2 * i + half)
+            at = T.meta_var(cta.query(d, m) + 2 * i + half)
             if str(cta.spec.q_dtype) == "float16":
-                cta.queries[at] = pair[i]
+                cta.registers.left[at] = pair[i]
             else:
-                pack("float16", cta.queries[at], *halves_of(pair[i]))
+                pack("float16", cta.registers.left[at], *halves_of(pair[i]))
 
 
 @T.inline
-def hold_step(cta, t, d, register):
-    """Load the left operand of a step into registers, from one on."""
-    if cta.is_widened:
-        hold_quads(cta, t, d, register)
-    else:
-        at = T.meta_var(cta.lane.left_address())
-        pointer = T.meta_var(cta.shared.q.pointer(t % 2, at[0], d * DEPTH + at[1]))
-        load_matrices(cta.queries, register, pointer)
+def hold_step(cta, t, d):
+    """Load the left operands of a step into registers."""
+    for m in T.unroll(cta.row_tiles):
+        if cta.is_widened:
+            hold_quads(cta, t, d, m)
+        else:
+            at = T.meta_var(cta.lane.left_address())
+            pointer = T.meta_var(cta.shared.q.pointer(t % 2, m * ROWS + at[0], d * DEPTH + at[1]))
+            load_matrices(cta.registers.left, cta.query(d, m), pointer)
 
 
 @T.inline
 def hold_queries(cta, t):
     """Load the left operands of all steps into registers, if there are as many."""
-    if cta.holds_queries:
+    if cta.tile.holds_queries:
         for d in T.unroll(cta.spec.head_dim_qk // DEPTH):
-            hold_step(cta, t, d, d * LEFT)
+            hold_step(cta, t, d)

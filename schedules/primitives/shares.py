@@ -18,9 +18,8 @@ from tvm_attn.schedules.primitives.clusters import (
     store_peer_run,
 )
 from tvm_attn.schedules.primitives.finish import QUAD, empty, store_quad
-from tvm_attn.schedules.primitives.fragments import HALVES
 from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
-from tvm_attn.schedules.primitives.shapes import ROWS, WORD_BYTES
+from tvm_attn.schedules.primitives.shapes import WORD_BYTES
 from tvm_attn.schedules.primitives.streams import StreamingCta, shared_word
 from tvm_attn.schedules.tiles_decode import SHARED_COLUMNS, share_columns
 from tvm_attn.tir.states import f32
@@ -74,7 +73,7 @@ class Shares:
 
     def index(self, warp: Expr, row: Expr, place: Expr) -> Expr:
         """Index in the state of a share of a row of one of the cluster's warps."""
-        return (warp * ROWS + row) * self.width + place
+        return self.cta.shared.row_index(warp, row) * self.width + place
 
     def address(self, row: Expr, place: Expr) -> Expr:
         """Address in shared memory of what the warp has of a row of a share."""
@@ -104,8 +103,8 @@ def send_state(cta, task, shares, turn):
     at = T.alloc_local((2,), "uint32")
     if cta.thread == 0:
         T.evaluate(cta.shared.sent.expect(shares.bytes(task.row_end - task.row0, turn)))
-    for i in T.unroll(HALVES):
-        place = T.meta_var(cta.lane.row(i))
+    for i in T.unroll(cta.rows):
+        place = T.meta_var(cta.place(i))
         if task.row0 + place < task.row_end:
             if turn == 0:
                 send_bounds(cta, place, i, at)
@@ -149,12 +148,14 @@ def join_share(cta, joined, shares, row, place):
     empty(cta, joined)
     for w in T.unroll(count):
         source = T.meta_var(T.min(w, last + w % warps))
-        joined.peak[0] = state.peak(joined.peak[0], tiles.peaks[source * ROWS + row])
+        joined.peak[0] = state.peak(joined.peak[0], tiles.peaks[tiles.row_index(source, row)])
     for w in T.unroll(count):
         source = T.meta_var(T.min(w, last + w % warps))
-        weight = T.meta_var(state.rescale(tiles.peaks[source * ROWS + row], joined.peak[0]))
+        weight = T.meta_var(
+            state.rescale(tiles.peaks[tiles.row_index(source, row)], joined.peak[0])
+        )
         scale: T.let[T.float32] = T.Select(w < cta.cluster * warps, weight, f32(0.0))
-        joined.total[0] = joined.total[0] + tiles.totals[source * ROWS + row] * scale
+        joined.total[0] = joined.total[0] + tiles.totals[tiles.row_index(source, row)] * scale
         for e in T.unroll(QUAD):
             at = T.meta_var(shares.index(source, row, place + e))
             joined.out[e] = joined.out[e] + tiles.state[at] * scale

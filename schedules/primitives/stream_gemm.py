@@ -10,7 +10,6 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.fragments import (
-    ACCUMULATORS,
     LEFT,
     RIGHT,
     load_matrices,
@@ -23,10 +22,14 @@ from tvm_attn.schedules.primitives.streams import StreamingCta
 from tvm_attn.schedules.primitives.widened import swap_inner, widen
 from tvm_attn.tir.states import f32
 
+INDEPENDENT = 4
+"""Tiles of sums that a warp multiplies in turns."""
+
 
 def chains(cta: StreamingCta) -> int:
     """Return how many sums a score is made of: a multiplication waits for the one before it."""
-    return 2 if cta.tile.block == ROWS and cta.spec.head_dim_qk > DEPTH else 1
+    is_deep = cta.spec.head_dim_qk > DEPTH
+    return 2 if is_deep and cta.row_tiles * cta.key_tiles < INDEPENDENT else 1
 
 
 @T.inline
@@ -48,34 +51,46 @@ def load_values(cta, s, j, n, register):
 
 
 @T.inline
+def load_queries(cta, t, n, step):
+    """Load the queries of the step after `step` once those before it are used, if none are held.
+
+    Steps come one by one, or a pair of them for each 16 keys.
+    """
+    last = T.meta_var(cta.key_tiles // 2 - 1)
+    if not cta.tile.holds_queries:
+        if T.And(n == step % 2 * last, step + 1 < cta.spec.head_dim_qk // DEPTH):
+            hold_step(cta, t, step + 1)
+
+
+@T.inline
 def multiply_keys(cta, t, n, step, register, sums):
     """Multiply the queries of a step with 16 keys."""
-    left = T.meta_var(step * LEFT if cta.holds_queries else 0)
-    chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
-    if not cta.holds_queries:
-        hold_step(cta, t, step, left)
-    for h in T.unroll(2):
-        at = T.meta_var(chain + cta.score(0, n * 2 + h))
-        right = T.meta_var(register + h * RIGHT)
-        multiply(cta.dtype, sums, at, cta.queries, left, cta.registers.right, right)
+    r = T.meta_var(cta.registers)
+    chain = T.meta_var(step % chains(cta) * cta.scores)
+    load_queries(cta, t, n, step)
+    for m in T.unroll(cta.row_tiles):
+        for h in T.unroll(2):
+            at = T.meta_var(chain + cta.score(m, n * 2 + h))
+            right = T.meta_var(register + h * RIGHT)
+            multiply(cta.dtype, sums, at, r.left, cta.query(step, m), r.right, right)
 
 
 @T.inline
 def multiply_wide_keys(cta, t, n, pair, register, sums):
     """Multiply the queries of a pair of steps with 16 keys that are widened for it."""
+    r = T.meta_var(cta.registers)
     wide = T.alloc_local((RIGHT,), "uint32")
     for i in T.unroll(2):
         step = T.meta_var(pair * 2 + i)
         if step < cta.spec.head_dim_qk // DEPTH:
-            left = T.meta_var(step * LEFT if cta.holds_queries else 0)
-            chain = T.meta_var(step % chains(cta) * cta.key_tiles * ACCUMULATORS)
-            if not cta.holds_queries:
-                hold_step(cta, t, step, left)
+            chain = T.meta_var(step % chains(cta) * cta.scores)
+            load_queries(cta, t, n, step)
             for h in T.unroll(2):
-                at = T.meta_var(chain + cta.score(0, n * 2 + h))
-                word = T.meta_var(cta.registers.right[register + h * RIGHT + i])
+                word = T.meta_var(r.right[register + h * RIGHT + i])
                 widen(str(cta.spec.kv_dtype), word, wide[0], wide[1])
-                multiply(cta.dtype, sums, at, cta.queries, left, wide, 0)
+                for m in T.unroll(cta.row_tiles):
+                    at = T.meta_var(chain + cta.score(m, n * 2 + h))
+                    multiply(cta.dtype, sums, at, r.left, cta.query(step, m), wide, 0)
 
 
 @T.inline
@@ -84,10 +99,11 @@ def qk(cta, t, s):
     width = T.meta_var(DEPTH * (2 if cta.is_widened else 1))
     steps = T.meta_var(-(-cta.spec.head_dim_qk // width))
     tiles = T.meta_var(cta.tile.block // ROWS)
-    scores = T.meta_var(cta.key_tiles * ACCUMULATORS)
-    sums = T.alloc_local((chains(cta) * scores,), "float32")
-    for i in T.unroll(chains(cta) * scores):
+    sums = T.alloc_local((chains(cta) * cta.scores,), "float32")
+    for i in T.unroll(chains(cta) * cta.scores):
         sums[i] = f32(0.0)
+    if not cta.tile.holds_queries:
+        hold_step(cta, t, 0)
     load_keys(cta, s, 0, 0, 0)
     for i in T.unroll(steps * tiles):
         register = T.meta_var(i % 2 * PAIR)
@@ -97,19 +113,20 @@ def qk(cta, t, s):
             multiply_wide_keys(cta, t, i % tiles, i // tiles, register, sums)
         else:
             multiply_keys(cta, t, i % tiles, i // tiles, register, sums)
-    for i in T.unroll(scores):
+    for i in T.unroll(cta.scores):
         cta.registers.score[i] = sums[i]
         if chains(cta) == 2:
-            cta.registers.score[i] = sums[i] + sums[scores + i]
+            cta.registers.score[i] = sums[i] + sums[cta.scores + i]
 
 
 @T.inline
 def multiply_values(cta, n, register):
     """Multiply weights with 16 elements of 16 values."""
     r = T.meta_var(cta.registers)
-    for h in T.unroll(2):
-        at = T.meta_var(cta.out(0, n * 2 + h))
-        multiply(cta.dtype, r.out, at, r.weight, 0, r.right, register + h * RIGHT)
+    for m in T.unroll(cta.row_tiles):
+        for h in T.unroll(2):
+            at = T.meta_var(cta.out(m, n * 2 + h))
+            multiply(cta.dtype, r.out, at, r.weight, m * LEFT, r.right, register + h * RIGHT)
 
 
 @T.inline
@@ -125,9 +142,10 @@ def multiply_wide_values(cta, n, register):
             for j in T.unroll(2):
                 word = T.meta_var(swap_inner(r.right[register + i * RIGHT + j]))
                 widen(str(cta.spec.kv_dtype), word, wide[j], wide[RIGHT + j])
-            for h in T.unroll(2):
-                at = T.meta_var(cta.out(0, (n * 2 + i) * 2 + h))
-                multiply(cta.dtype, r.out, at, r.weight, 0, wide, h * RIGHT)
+            for m in T.unroll(cta.row_tiles):
+                for h in T.unroll(2):
+                    at = T.meta_var(cta.out(m, (n * 2 + i) * 2 + h))
+                    multiply(cta.dtype, r.out, at, r.weight, m * LEFT, wide, h * RIGHT)
 
 
 @T.inline

@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
+from tvm_attn.schedules.primitives.fragments import ACCUMULATORS, HALVES
 from tvm_attn.schedules.primitives.hopper.barriers import Barriers
 from tvm_attn.schedules.primitives.places import lowest_bit
 from tvm_attn.schedules.primitives.registers import held
@@ -72,9 +73,13 @@ class StreamTiles:
         fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
         return StreamTiles(*fields, sent, T.alloc_local((1,), "int32"), origins, columns)
 
+    def row_index(self, warp: Expr, place: Expr) -> Expr:
+        """Index of a warp's row in `peaks` and `totals`."""
+        return warp * self.q.rows + place
+
     def state_index(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Index of an element of a warp's row in `state`."""
-        return (warp * ROWS + place) * self.state_pitch + column
+        return self.row_index(warp, place) * self.state_pitch + column
 
     def state_address(self, warp: Expr, place: Expr, column: Expr) -> Expr:
         """Address of an element of a warp's row in shared memory."""
@@ -82,11 +87,11 @@ class StreamTiles:
 
     def peak_address(self, warp: Expr, place: Expr) -> Expr:
         """Address of the peak of a warp's row."""
-        return shared_word(self.origins[1], warp * ROWS + place)
+        return shared_word(self.origins[1], self.row_index(warp, place))
 
     def total_address(self, warp: Expr, place: Expr) -> Expr:
         """Address of the total of a warp's row."""
-        return shared_word(self.origins[2], warp * ROWS + place)
+        return shared_word(self.origins[2], self.row_index(warp, place))
 
     @property
     def sent_address(self) -> Expr:
@@ -123,7 +128,6 @@ class StreamingCta(Cta):
 
     tile: DecodeTile
     shared: Any
-    queries: Any
     page_size: Expr
     page_reciprocal: Expr
     run_bits: Expr
@@ -137,9 +141,9 @@ class StreamingCta(Cta):
         return self.spec.kv_dtype in FP8_DTYPES
 
     @property
-    def holds_queries(self) -> bool:
-        """Whether the queries of all steps stay in registers, or are loaded with every block."""
-        return self.tile.holds
+    def scores(self) -> int:
+        """Scores of a block that a lane has."""
+        return self.row_tiles * self.key_tiles * ACCUMULATORS
 
     @property
     def dtype(self) -> str:
@@ -196,24 +200,25 @@ class StreamingCta(Cta):
         """Where in the rings the block at position `s` of the warp's stream is."""
         return self.warp * self.tile.stages + s % self.tile.stages
 
-    def pair(self, p: Expr, half: Expr) -> tuple[Expr, Expr, Expr]:
-        """Return two accumulators of a row that are neighbours in it, and the first one's column.
+    def pair(self, p: Expr, i: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return neighbouring accumulators of the lane's row `i`, and the first one's column.
 
         Of widened values, the even elements of 16 are one tile and the odd ones another.
         """
+        m, half = i // HALVES, i % HALVES
         if not self.is_widened:
-            return self.out(0, p, half), self.out(0, p, half, 1), p * COLUMNS + self.lane.column(0)
+            return self.out(m, p, half), self.out(m, p, half, 1), p * COLUMNS + self.lane.column(0)
         group, e = p // 2, p % 2
         column = group * ROWS + 2 * (self.lane.column(0) + e)
-        return self.out(0, 2 * group, half, e), self.out(0, 2 * group + 1, half, e), column
+        return self.out(m, 2 * group, half, e), self.out(m, 2 * group + 1, half, e), column
 
     @property
     def run_length(self) -> int:
         """Accumulators of a row that are neighbours in it: two, or four of widened values."""
         return 4 if self.is_widened else 2
 
-    def run(self, n: Expr, half: Expr) -> tuple[list[Expr], Expr]:
+    def run(self, n: Expr, i: Expr) -> tuple[list[Expr], Expr]:
         """Return such accumulators, and the first one's column."""
         pairs = self.run_length // 2
-        found = [self.pair(pairs * n + i, half) for i in range(pairs)]
+        found = [self.pair(pairs * n + p, i) for p in range(pairs)]
         return [index for pair in found for index in pair[:2]], found[0][2]

@@ -44,8 +44,15 @@ PLAIN: Row = {
     **{"variant": "causal", "dtypes": ("bfloat16", "bfloat16"), "layout": "NHD"},
     **{"page_size": 16, "group": 4, "dims": (128, 128)},
 }
+DRAFTS: list[Row] = [
+    PLAIN,
+    {**PLAIN, "dtypes": ("bfloat16", "float8_e4m3fn")},
+    {**PLAIN, "dims": (192, 128), "page_size": 5, "variant": "window_sink"},
+    {**PLAIN, "dims": (64, 64), "page_size": 1, "variant": "soft_cap"},
+]
+"""Hopper's own kernel serves drafts of the first and the last."""
 KERNELS = [
-    (spec, variant(row["variant"], spec)) for row in (*ROWS, PLAIN) for spec in [spec_of(row)]
+    (spec, variant(row["variant"], spec)) for row in (*ROWS, *DRAFTS) for spec in [spec_of(row)]
 ]
 
 EVEN = {n: [length] * n for n, length in ((1, 4000), (150, 40), (300, 300))}
@@ -116,14 +123,18 @@ def test_queues_of_many_short_items(machine: Machine, longest: int, num_ctas: in
     check("causal", batch, module=module)
 
 
-@pytest.mark.parametrize("qo_len", [1, 2, 3, 4, 5, 16])
-def test_drafts_of_several_tokens(machine: Machine, qo_len: int) -> None:
-    """Up to 16 rows they are decoded, of more they are not."""
-    spec = spec_of(PLAIN)
-    batch = batch_of(machine, spec, [n + qo_len for n in LENS["edges"]], qo_len)
-    [work] = plan_of(machine, batch).work
-    assert work.family.name == ("decode" if qo_len * 4 <= 16 else "short")
-    machine.check("causal", batch)
+@pytest.mark.parametrize("lens", ["edges", "giant"])
+@pytest.mark.parametrize("row", DRAFTS, ids=lambda row: f"{row['dtypes'][1]} {row['dims']}")
+@pytest.mark.parametrize("qo_len", [1, 4, 5, 8, 9, 16])
+def test_drafts_of_several_tokens(machine: Machine, row: Row, qo_len: int, lens: str) -> None:
+    """Up to 16 rows they are decoded, of more they are drafts, or short."""
+    spec = spec_of(row)
+    batch = batch_of(machine, spec, [n + qo_len for n in LENS[lens]], qo_len)
+    families = machine.kernel(row["variant"], spec).families
+    rows = qo_len * spec.group_size
+    [work] = machine.kernel(row["variant"], spec).plan(batch.fmt).work
+    assert work.family.name == next(each.name for each in families if rows <= each.rows)
+    machine.check(row["variant"], batch)
 
 
 def test_requests_of_every_family_in_one_batch(machine: Machine) -> None:
