@@ -63,6 +63,18 @@ def stream_handle(device: torch.device) -> int:
     return handle
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a GPU's current stream: looked up once, since that takes a while."""
+    key = (device, stream_handle(device))
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
 def access_unit(*tensors: torch.Tensor) -> int:
     """Return how many elements of a row a kernel may access at once in these tensors of one dtype.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
+from tvm_attn.runtime.buffers import Block, Ints
 from tvm_attn.runtime.gantt import gantt_svg, gantt_text
 from tvm_attn.runtime.placement import Placement
 from tvm_attn.worklist import Header
@@ -47,6 +47,10 @@ class Family:
     schedule: str = "cpu"
     cached_tokens: int = 0
     cluster: int = 0
+
+    def __hash__(self) -> int:
+        """Return a hash that takes little time: plans look their families up."""
+        return hash(self.name) + self.cluster
 
     def arguments(self, follows: bool) -> tuple[int, ...]:
         """Return what the kernel is told besides the plan; it may follow another one of its run."""
@@ -156,6 +160,8 @@ class Plan:
         One work list for each family of query tiles that has requests.
     params : dict of str to list
         The plan-time parameters as they were given, by parameter: numbers, and arrays on the host.
+    block : Block, optional
+        The memory that `batch` and `work` are in.
     placement : Placement
         The same as kernels read it.
     """
@@ -167,11 +173,10 @@ class Plan:
         owner: object,
         header: list[int],
         batch: list[Ints],
-        buffers: Buffers,
-        pool: BufferPool,
+        block: Block | None = None,
     ):
         self.owner = owner
-        self._buffers, self._pool = buffers, pool
+        self.block = block
         self.batch = batch
         self.work: list[WorkList] = []
         self.params: dict[str, list[Any]] = {}
@@ -204,8 +209,12 @@ class Plan:
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""
-        if "_pool" in self.__dict__:
-            self._pool.give(self._buffers)
+        block, placement = map(self.__dict__.get, ("block", "placement"))
+        if block is None:
+            return
+        if placement is not None and placement.moved:
+            block.device_memory = None  # which another stream uses
+        block.give_back()
 
     def check(self) -> None:
         """Raise what planning on a device found wrong; a plan made on the host is always right."""
@@ -250,8 +259,8 @@ class Plan:
         return gantt_svg(self.work)
 
 
-KV_LEN = 3
-"""Place of kv_len in `Plan.batch`."""
+KV_INDICES, KV_LEN = 2, 3
+"""Places of kv_indices and kv_len in `Plan.batch`."""
 
 
 def wide(header: list[int], low: int) -> int:

@@ -165,6 +165,30 @@ class BSR:
         )
 
     @classmethod
+    def of_checked(
+        cls,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        page_size: int,
+    ) -> BSR:
+        """Return the format of a page table whose arrays are known to be as they must be."""
+        made = object.__new__(cls)
+        vars(made).update(
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_last_page_len=kv_last_page_len,
+            page_size=page_size,
+            q_pos_offset=None,
+            kv_pos_offset=None,
+            index_params={},
+            num_col_blocks=None,
+        )
+        return made
+
+    @classmethod
     def from_ragged(
         cls,
         qo_indptr: IndexArray,

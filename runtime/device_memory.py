@@ -1,0 +1,166 @@
+"""A plan's arrays on its device, and the launches that read them.
+
+The memory of a plan without limits goes from it to the next, and its launches with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tvm_attn.runtime.buffers import Block, Layout
+from tvm_attn.runtime.placement import Launch, pack
+from tvm_attn.runtime.plan import Family, WorkList, in_order
+from tvm_attn.runtime.shelf import rounded
+from tvm_attn.runtime.staging import Room
+from tvm_attn.runtime.workspace import BATCH, LAST, partial_states, partial_words
+from tvm_attn.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from tvm_attn.runtime.fixed import FixedMemory
+
+States = tuple[torch.Tensor, torch.Tensor]
+"""Room for partial outputs and LSEs."""
+MOST_KEPT = 1 << 21
+"""Float32 words of a family's partial states that are kept from a plan to the next."""
+
+
+class DeviceMemory:
+    """Memory of a device for the arrays of one plan.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Of the kernel.
+    device : torch.device
+        A GPU, or the CPU where there is none.
+    layout : Layout
+        Where the arrays are.
+
+    Attributes
+    ----------
+    room : Room
+        Where the arrays are.
+    ones : torch.Tensor
+        float32 ``[num_kv_heads]``.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, layout: Layout):
+        self.device = device
+        self.room = Room(device, layout)
+        self.ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device)
+        self._batch = tuple(map(self.room.of, BATCH))
+        self._heads = spec.num_qo_heads
+        self._unread: torch.Tensor | None = None
+        self._packed_unread: Any = None
+        self._unread_rows = -1
+
+    @property
+    def fixed(self) -> FixedMemory | None:
+        """Itself, if graphs may have captured it."""
+        return None
+
+    @property
+    def unread(self) -> tuple[torch.Tensor, ...]:
+        """Room for LSEs that nobody reads, if there is some yet."""
+        return () if self._unread is None else (self._unread,)
+
+    def unread_lse(self, rows: int) -> Any:
+        """Return room for an LSE of so many rows at least that nobody reads, packed.
+
+        It stays for all plans here: graphs write it.
+        """
+        if rows > self._unread_rows:
+            shape = (rows, self._heads)
+            self._unread = torch.empty(shape, dtype=torch.float32, device=self.device)
+            self._packed_unread, self._unread_rows = pack(self._unread), rows
+        return self._packed_unread
+
+    def launch(self, family: Family, num_ctas: int, follows: bool, states: States) -> Launch:
+        """Return the launch of a family with so many CTAs, after another or as the first."""
+        names = self.room.layout.lists[family]
+        items, cta_indptr, merge_items, merge_indptr = map(self.room.of, names)
+        lists = (items, cta_indptr[: num_ctas + 1], merge_items, merge_indptr)
+        arrivals = self.room.of((names[0][0], "arrivals"))
+        told = family.arguments(follows)
+        return Launch(family.name, (*lists, *self._batch), (*states, arrivals, *told))
+
+    def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
+        """Copy a plan here from its block, on the current stream, waiting for nothing.
+
+        What is behind the last cut unit of a work list, or of a list that is empty now, is made
+        such that kernels read it as nothing.
+        """
+        for work in works:
+            pad(block, work)
+        for family in block.used.difference(work.family for work in works):
+            for array in block.lists[family][0]:
+                array[:] = 0
+        block.used = {work.family for work in works}
+        block.send(self.room.block, self.room.layout.begins[LAST] + pages)
+
+
+class KeptMemory(DeviceMemory):
+    """Memory of a plan without limits, and its launches, which go from it to the next.
+
+    Parameters are those of `DeviceMemory`.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, layout: Layout):
+        super().__init__(spec, device, layout)
+        self._spec = spec
+        self._states: dict[str, States] = {}
+        self._launches: dict[tuple[Family, int, bool], tuple[States, Launch]] = {}
+
+    def launches(self, works: Sequence[WorkList], workspace: torch.Tensor | None) -> list[Launch]:
+        """Return a launch of each work list, in the order of launches.
+
+        Partial states are in the workspace, if there is one.
+        """
+        slots = [(work.family, work.num_slots) for work in works]
+        if workspace is None:
+            states = [self._states_of(*each) for each in slots]
+        else:
+            states = partial_states(self._spec, slots, workspace, self.device)
+        given = {work.family: (work.num_ctas, of) for work, of in zip(works, states, strict=True)}
+        found: list[Launch] = []
+        for family in in_order(given):
+            found.append(self._kept_launch(family, bool(found), *given[family]))
+        return found
+
+    def _kept_launch(self, family: Family, follows: bool, num_ctas: int, states: States) -> Launch:
+        """Return the launch of a plan before, if its partial states are the same."""
+        key = (family, num_ctas, follows)
+        states_before, launch = self._launches.get(key, (None, None))
+        if launch is None or states_before is not states:
+            launch = self.launch(family, num_ctas, follows, states)
+            self._launches[key] = states, launch
+        return launch
+
+    def _states_of(self, family: Family, slots: int) -> States:
+        """Return room for so many partial states: that of plans before, unless it is large."""
+        kept = self._states.get(family.name)
+        if kept is not None and slots <= len(kept[0]):
+            return kept
+        is_small = slots * partial_words(self._spec, family) <= MOST_KEPT
+        room = [(family, rounded(slots) if is_small else slots)]
+        [states] = partial_states(self._spec, room, None, self.device)
+        if is_small:
+            self._states[family.name] = states
+        return states
+
+
+def pad(block: Block, work: WorkList) -> None:
+    """Make no units of what is behind the last cut one, and no items of CTAs behind the last."""
+    _, cta_indptr, merge_items, merge_indptr = block.lists[work.family][0]
+    merges = len(work.merge_items)
+    merge_items[merges:] = 0
+    merge_indptr[merges + 1 :] = work.num_slots
+    cta_indptr[work.num_ctas + 1 :] = len(work.items)
+
+
+def memory_of(launches: Sequence[Launch]) -> tuple[torch.Tensor, ...]:
+    """Return the partial states that launches write."""
+    return tuple(states for launch in launches for states in launch.partials[:2])
