@@ -164,10 +164,13 @@ class Pool:
         Where the arrays are.
     pinned : bool
         Whether a GPU is to copy them.
+    size : object, optional
+        What they have room for, in terms of whoever laid them out.
     """
 
-    def __init__(self, layout: Layout, pinned: bool):
+    def __init__(self, layout: Layout, pinned: bool, size: Any = None):
         self.layout = layout
+        self.size = size
         self._pinned = pinned
         self._idle: deque[Block] = deque()
 

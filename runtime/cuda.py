@@ -16,8 +16,8 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
-from tvm_attn.runtime.device import CPU, current_stream, on_device, stream_handle
-from tvm_attn.runtime.device_memory import KeptMemory, memory_of
+from tvm_attn.runtime.device import CPU, current_index, current_stream, on_device, stream_handle
+from tvm_attn.runtime.device_memory import KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
@@ -126,7 +126,7 @@ class CudaMachine:
         if memory is not None:
             memory.check_params(plan.params)
             memory.fill(block, plan.work, pages)
-            held = (memory.ones, stream, memory.memory, memory)
+            held = (memory.ones, stream, memory.states, memory)
             return Placement(device, memory.launches, plan.params, *held)
         kept = block.device_memory
         if kept is None:
@@ -134,7 +134,7 @@ class CudaMachine:
         launches = kept.launches(plan.work, workspace)
         kept.fill(block, plan.work, pages)
         params, owned = self._params_there(plan, device)
-        owned = (kept.room.block, kept.ones, *memory_of(launches), *owned)
+        owned = (*states_of(launches), *owned)
         return Placement(device, launches, params, kept.ones, stream, owned, kept)
 
     @staticmethod
@@ -180,7 +180,7 @@ class CudaMachine:
         plan = DevicePlan(owner, bsr, made, memory)
         device = memory.device
         stream = current_stream(device) if device.type == "cuda" else None
-        given_there = (memory.ones, stream, memory.memory, memory)
+        given_there = (memory.ones, stream, memory.states, memory)
         plan.placement = Placement(device, memory.launches, made, *given_there)
         return plan
 
@@ -193,7 +193,7 @@ class CudaMachine:
         used = placement.stream
         if used is None or used.cuda_stream != stream_handle(device):
             placement.follow(current_stream(device))
-        return None if torch.cuda.current_device() == device.index else on_device(device)
+        return None if current_index() == device.index else on_device(device)
 
     def describe(self) -> str:
         """Return the number of CTAs, where it is not the device's."""

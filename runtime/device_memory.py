@@ -63,9 +63,10 @@ class DeviceMemory:
         return None
 
     @property
-    def unread(self) -> tuple[torch.Tensor, ...]:
-        """Room for LSEs that nobody reads, if there is some yet."""
-        return () if self._unread is None else (self._unread,)
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """What is here, but for partial states."""
+        unread = () if self._unread is None else (self._unread,)
+        return (self.room.block, self.ones, *unread)
 
     def unread_lse(self, rows: int) -> Any:
         """Return room for an LSE of so many rows at least that nobody reads, packed.
@@ -90,15 +91,10 @@ class DeviceMemory:
     def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
         """Copy a plan here from its block, on the current stream, waiting for nothing.
 
-        What is behind the last cut unit of a work list, or of a list that is empty now, is made
-        such that kernels read it as nothing.
+        What is behind a work list's last cut unit is made such that kernels read it as none.
         """
         for work in works:
             pad(block, work)
-        for family in block.used.difference(work.family for work in works):
-            for array in block.lists[family][0]:
-                array[:] = 0
-        block.used = {work.family for work in works}
         block.send(self.room.block, self.room.layout.begins[LAST] + pages)
 
 
@@ -161,6 +157,6 @@ def pad(block: Block, work: WorkList) -> None:
     cta_indptr[work.num_ctas + 1 :] = len(work.items)
 
 
-def memory_of(launches: Sequence[Launch]) -> tuple[torch.Tensor, ...]:
+def states_of(launches: Sequence[Launch]) -> tuple[torch.Tensor, ...]:
     """Return the partial states that launches write."""
     return tuple(states for launch in launches for states in launch.partials[:2])

@@ -79,10 +79,9 @@ class Executor:
         """Compute attention; see `AttentionModule.run`."""
         placement = plan.placement
         k, v = self._pair(kv)
-        options = (*scales, lse_base)
         accepted = placement.accepted
-        if accepted is None or not accepted.is_like(q, k, v, options, params):
-            accepted = self._accept(plan, q, k, v, options, params)
+        if accepted is None or not accepted.is_like(q, k, v, scales, lse_base, params):
+            accepted = self._accept(plan, (q, k, v), lse_base, scales, params)
         if out is None:
             out = self._output(q)
         elif accepted.out is None or not is_alike(out, accepted.out):
@@ -98,15 +97,13 @@ class Executor:
     def _accept(
         self,
         plan: Plan,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        options: tuple[Any, ...],
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        lse_base: str,
+        scales: Scales,
         params: Mapping[str, Any],
     ) -> AcceptedRun:
         """Check inputs and options, and have runs like this one pass at once."""
-        spec, placement = self._spec, plan.placement
-        *scales, lse_base = options
+        spec, placement, (q, k, v) = self._spec, plan.placement, inputs
         for name, cache, expected in zip("kv", (k, v), self._cache_shapes, strict=True):
             check_tensor(name, cache, expected, self._kv_dtype, placement.device)
         self._check_tokens(k, v, plan)
@@ -118,8 +115,9 @@ class Executor:
             raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
         values = self._values(plan, params) if params or self._params else []
         factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
-        accepted = AcceptedRun((q, k, v), options, params, self._launches(plan, factors, values))
-        if is_plain(options, params) and not is_capturing(placement.device):
+        launches = self._launches(plan, factors, values)
+        accepted = AcceptedRun(inputs, scales, lse_base, params, launches)
+        if is_plain(scales, params) and not is_capturing(placement.device):
             placement.accepted = accepted
         return accepted
 

@@ -14,9 +14,9 @@ import torch
 
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Block, Layout, Pool
-from tvm_attn.runtime.device_memory import DeviceMemory, States, memory_of
+from tvm_attn.runtime.device_memory import DeviceMemory, States, states_of
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, in_order
+from tvm_attn.runtime.plan import Family, WorkList, in_order
 from tvm_attn.runtime.shelf import Extent, Units
 from tvm_attn.runtime.workspace import (
     LISTS,
@@ -80,8 +80,8 @@ class FixedMemory(DeviceMemory):
         Where the arrays are; behind those that are copied, what planning on a device takes.
     launches : list of Launch
         One launch of each family.
-    memory : tuple of torch.Tensor
-        What the plan owns.
+    states : tuple of torch.Tensor
+        Their partial states.
     queues : tuple of int, optional
         Queues of each family of the kernel, once a batch on the host has been planned.
     device_planner : DevicePlanner, optional
@@ -118,7 +118,7 @@ class FixedMemory(DeviceMemory):
         slots = [(family, of_family.slots) for family, of_family in counts.items()]
         states = partial_states(spec, slots, workspace, device)
         self.launches = self._all_launches(dict(zip(counts, states, strict=True)))
-        self.memory = (self.room.block, self.ones, *memory_of(self.launches))
+        self.states = states_of(self.launches)
 
     def _all_launches(self, states: dict[Family, States]) -> list[Launch]:
         """Return a launch of each family, however little it has to do."""
@@ -136,11 +136,20 @@ class FixedMemory(DeviceMemory):
         """Return room for the LSE of any batch within the limits, packed."""
         return super().unread_lse(max(rows, self.terms.limits.max_qo_tokens))
 
+    def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
+        """Copy a plan here from its block; families that it has no work for get none."""
+        if len(block.used) > len(works):
+            for family in block.used.difference(work.family for work in works):
+                for array in block.lists[family][0]:
+                    array[:] = 0
+            block.used = {work.family for work in works}
+        super().fill(block, works, pages)
+
     def take(self, extent: Extent) -> Block:
         """Return memory of the host for a batch within the limits."""
         return self._pool.take()
 
-    def fitting(self, block: Block, extent: Extent, units: Sequence[Units]) -> Block:
+    def fitting(self, block: Block, units: Units) -> Block:
         """Return the block: it has room for the work of any batch within the limits."""
         return block
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tvm_attn._index_arrays import is_plain
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError, ShapeError, SpecError
 from tvm_attn.spec import AttentionSpec
@@ -58,20 +59,10 @@ def plain_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR | None:
     if spec.page_size is None or any(offset is not None for offset in offsets):
         return None
     for array in (qo_indptr, kv_indptr, kv_indices, last):
-        if not (
-            type(array) is torch.Tensor
-            and array.dtype is torch.int32
-            and array.is_cpu
-            and array.dim() == 1
-            and array.is_contiguous()
-        ):
+        if not (is_plain(array) and array.is_cpu):
             return None
-    size = last.shape[0]
-    if (
-        not (size and kv_indices.shape[0])
-        or qo_indptr.shape[0] != size + 1
-        or kv_indptr.shape[0] != size + 1
-    ):
+    size = last.shape[0] + 1
+    if qo_indptr.shape[0] != size or kv_indptr.shape[0] != size:
         return None
     return BSR.of_checked(qo_indptr, kv_indptr, kv_indices, last, spec.page_size)
 

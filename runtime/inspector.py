@@ -111,7 +111,7 @@ class Inspector:
             block.give_back()
             raise_status(words, bsr)
         units = self._units(words, fixed_split)
-        fitting = store.fitting(block, extent, units)
+        fitting = store.fitting(block, units)
         if fitting is not block:
             block = fitting
             self._derive(bsr, block)
@@ -119,7 +119,8 @@ class Inspector:
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
         ctas = self._ctas_of(extent.num_ctas)
-        for index, (count, pieces) in enumerate(units):
+        for index in range(len(self._families)):
+            count, pieces = units[index], units[len(self._families) + index]
             if not count:
                 continue
             family, split = self._families[index], fixed_split
@@ -183,19 +184,21 @@ class Inspector:
         tokens = plan.num_kv_tokens * self._num_kv_heads
         return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
 
-    def _units(self, words: list[int], fixed_split: int) -> list[Units]:
-        """Bound the units of each family: those that are sure to have none have 0."""
+    def _units(self, words: list[int], fixed_split: int) -> Units:
+        """Bound the units of each family, and their pieces: what is sure to have none has 0."""
         longest = words[Header.MAX_QO_LEN] * self._group_size
-        counts = [words[Header.UNITS_SHORT] * (longest > rows) for rows in self._bounds[:-2]]
+        short = words[Header.UNITS_SHORT]
+        counts = [short if longest > rows else 0 for rows in self._bounds[:-2]]
         counts.append(words[Header.UNITS_LONG])
         if not fixed_split:
-            return [Units(count) for count in counts]
+            return (*counts, *[0] * len(counts))
         tokens = wide(words, Header.NUM_TOKENS_LO)
         tiles = [1] * (len(counts) - 1) + [-(-longest // self._families[-1].rows)]
-        return [
-            Units(count, sizes.split_pieces(count, most, tokens, fixed_split))
+        pieces = (
+            sizes.split_pieces(count, most, tokens, fixed_split)
             for count, most in zip(counts, tiles, strict=True)
-        ]
+        )
+        return (*counts, *pieces)
 
     def _derive(self, bsr: BSR, block: Block) -> list[int]:
         """Check a batch, and write it to a block; return the planner's header."""
@@ -259,10 +262,17 @@ class Inspector:
 
 def _batch_of(block: Block, bsr: BSR) -> list[Ints]:
     """Return the arrays of a batch that was written to a block."""
-    size, arrays = bsr.batch_size, block.arrays
-    pages = 0 if bsr.kv_indices is None else int(arrays["kv_indptr"][size])
-    lengths = (size + 1, size + 1, pages, size, size, size)
-    return [arrays[name][:length] for name, length in zip(BATCH, lengths, strict=True)]
+    size, of = bsr.batch_size, block.arrays
+    kv_indptr = of["kv_indptr"][: size + 1]
+    pages = 0 if bsr.kv_indices is None else int(kv_indptr[size])
+    return [
+        of["qo_indptr"][: size + 1],
+        kv_indptr,
+        of["kv_indices"][:pages],
+        of["kv_len"][:size],
+        of["q_pos_offset"][:size],
+        of["kv_pos_offset"][:size],
+    ]
 
 
 def raise_status(words: list[int], bsr: BSR) -> NoReturn:

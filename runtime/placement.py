@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.device import on_device
+from tvm_attn.runtime.device import current_index, on_device
 
 if TYPE_CHECKING:
     from tvm_attn.runtime.accepted import AcceptedRun
@@ -61,7 +61,7 @@ class Placement:
     stream : torch.cuda.Stream, optional
         Of a GPU: the stream that work on these arrays was last queued on.
     memory : tuple of torch.Tensor
-        Of a GPU: the memory that the plan owns.
+        Of a GPU: the memory that the plan owns besides `there`.
     there : DeviceMemory, optional
         Of a GPU: where the arrays are.
     accepted : AcceptedRun, optional
@@ -79,6 +79,7 @@ class Placement:
     there: DeviceMemory | None = None
     accepted: AcceptedRun | None = None
     moved: bool = False
+    _unread: torch.Tensor | None = None
 
     @cached_property
     def packed_ones(self) -> Any:
@@ -94,7 +95,9 @@ class Placement:
         """Return room for an LSE of so many rows at least that nobody reads."""
         if self.there is not None:
             return self.there.unread_lse(rows)
-        return torch.empty((rows, heads), dtype=torch.float32, device=self.device)
+        if self._unread is None:
+            self._unread = torch.empty((rows, heads), dtype=torch.float32)
+        return self._unread
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.
@@ -105,8 +108,7 @@ class Placement:
         if self.stream is None or stream == self.stream or is_capturing(self.device):
             return
         stream.wait_stream(self.stream)
-        unread = () if self.there is None else self.there.unread
-        for memory in (*self.memory, *unread):
+        for memory in (*self.memory, *(() if self.there is None else self.there.memory)):
             memory.record_stream(stream)
         self.stream, self.moved = stream, True
 
@@ -115,7 +117,7 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured on the device's current stream."""
     if device.type != "cuda":
         return False
-    if torch.cuda.current_device() == device.index:
+    if current_index() == device.index:
         return torch.cuda.is_current_stream_capturing()
     with on_device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -84,7 +84,7 @@ class Planner:
                 return self._plan_there(owner, arrays, params, wanted, *options)
             arrays, params, wanted = _from_gpu(arrays, params)
         if self._on_gpu:
-            device = self._machine.plan_device(wanted or _gpu_of(workspace) or _gpu_of(out))
+            device = self._machine.plan_device(wanted or _gpu_of(workspace, out))
         if bsr is None:
             bsr = batch_format(self._spec, arrays)
             check_on_host(bsr)
@@ -248,7 +248,11 @@ def _is_fixed(out: Plan | None) -> bool:
     return out is not None and out.placement.fixed is not None
 
 
-def _gpu_of(value: object) -> torch.device | None:
-    """Return the GPU that a tensor or a plan is on, if there is one."""
-    device = value.device if isinstance(value, torch.Tensor | Plan) else None
-    return device if device is not None and device.type == "cuda" else None
+def _gpu_of(*values: torch.Tensor | Plan | None) -> torch.device | None:
+    """Return the GPU that the first of some tensors and plans is on that is on one."""
+    for value in values:
+        if value is not None and isinstance(value, (Plan, torch.Tensor)):
+            device = value.device
+            if device.type == "cuda":
+                return device
+    return None

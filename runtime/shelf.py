@@ -20,14 +20,11 @@ REMEMBERED = 32
 """Sizes for which memory is kept."""
 
 
-class Units(NamedTuple):
-    """What a family has to do: its units and, with a fixed split, the pieces that they are cut in.
+Units = tuple[int, ...]
+"""Bounds of what each family has to do, clusters left out: units, then pieces of a fixed split.
 
-    They are counted before KV heads.
-    """
-
-    bound: int
-    pieces: int = 0
+They are counted before KV heads.
+"""
 
 
 class Extent(NamedTuple):
@@ -43,16 +40,20 @@ class Extent(NamedTuple):
         return Extent(rounded(self.requests), pages, self.num_ctas)
 
 
+Size = tuple[Extent, Units]
+"""What memory has room for."""
+
+
 class Store(Protocol):
     """Where memory for a plan comes from."""
 
     def take(self, extent: Extent) -> Block:
         """Return a block that a batch has room in."""
 
-    def fitting(self, block: Block, extent: Extent, units: Sequence[Units]) -> Block:
+    def fitting(self, block: Block, units: Units) -> Block:
         """Return the block, if the batch's work has room there too, or else another one for both.
 
-        `units` are those of each family, clusters left out.
+        It is a block that `take` returned for the batch.
         """
 
 
@@ -73,7 +74,8 @@ class Shelf:
         self._families = tuple(families)
         self._num_kv_heads = num_kv_heads
         self._pinned = pinned
-        self._pools: dict[tuple[Extent, tuple[Units, ...]], Pool] = {}
+        self._others = sum(family.cluster < 2 for family in families) - 1
+        self._pools: dict[Size, Pool] = {}
         self._last: dict[Extent, Pool] = {}
 
     def take(self, extent: Extent) -> Block:
@@ -81,39 +83,37 @@ class Shelf:
         alike = extent.rounded()
         pool = self._last.get(alike)
         if pool is None:
-            others = sum(family.cluster < 2 for family in self._families) - 1
-            pool = self._pool(alike, (Units(alike.requests), *[Units(0)] * others))
+            pool = self._pool((alike, (alike.requests, *[0] * (2 * self._others + 1))))
         return pool.take()
 
-    def fitting(self, block: Block, extent: Extent, units: Sequence[Units]) -> Block:
+    def fitting(self, block: Block, units: Units) -> Block:
         """Return the block, if it is of the size for a batch's work, or else another one."""
-        alike = extent.rounded()
-        *others, last = units
-        room = [Units(alike.requests if each.bound else 0, rounded(each.pieces)) for each in others]
-        pool = self._pool(alike, (*room, Units(rounded(last.bound), rounded(last.pieces))))
-        self._last[alike] = pool
-        if block.pool is pool:
+        alike, had = block.pool.size
+        counts, pieces = units[: self._others], units[self._others :]
+        room = (*[alike.requests if each else 0 for each in counts], *map(rounded, pieces))
+        if room == had:
             return block
         block.give_back()
+        pool = self._last[alike] = self._pool((alike, room))
         return pool.take()
 
-    def _pool(self, extent: Extent, units: tuple[Units, ...]) -> Pool:
-        pool = self._pools.get((extent, units))
+    def _pool(self, size: Size) -> Pool:
+        pool = self._pools.get(size)
         if pool is None:
             if len(self._pools) >= REMEMBERED:
                 self._pools.clear()
                 self._last.clear()
-            layout = self._layout(extent, units)
-            pool = self._pools[extent, units] = Pool(layout, self._pinned)
+            pool = self._pools[size] = Pool(self._layout(*size), self._pinned, size)
         return pool
 
-    def _layout(self, extent: Extent, units: tuple[Units, ...]) -> Layout:
+    def _layout(self, extent: Extent, units: Units) -> Layout:
         """Return the places of a batch's arrays, and of a work list for each kernel with units."""
         most: dict[str, int] = {}
         for family, ctas in zip(self._families, extent.num_ctas, strict=True):
             most[family.name] = max(most.get(family.name, 0), ctas)
         shapes: dict[object, tuple[int, ...]] = {}
-        for (name, ctas), (bound, pieces) in zip(most.items(), units, strict=True):
+        by_family = zip(most.items(), units[: len(most)], units[len(most) :], strict=True)
+        for (name, ctas), bound, pieces in by_family:
             if bound:
                 bounds = bounds_of(bound, self._num_kv_heads, ctas, pieces)
                 shapes.update({(name, array): s for array, s in work_sizes(bounds).items()})

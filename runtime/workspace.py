@@ -54,15 +54,13 @@ class PlanLimits:
 
         The last entries of the row pointers are trusted here; the planner checks the arrays.
         """
-        qo_tokens, pages = (int(array.numpy()[-1]) for array in (bsr.qo_indptr, bsr.kv_indptr))
-        kv_tokens = pages * (bsr.page_size or 1)
-        for name, given, limit in (
-            ("max_batch", bsr.batch_size, self.max_batch),
-            ("max_qo_tokens", qo_tokens, self.max_qo_tokens),
-            ("max_kv_tokens", kv_tokens, self.max_kv_tokens),
-        ):
-            if given > limit:
-                raise LimitError(self.excess(name, given))
+        qo_tokens, pages = int(bsr.qo_indptr.numpy()[-1]), int(bsr.kv_indptr.numpy()[-1])
+        if bsr.batch_size > self.max_batch:
+            raise LimitError(self.excess("max_batch", bsr.batch_size))
+        if qo_tokens > self.max_qo_tokens:
+            raise LimitError(self.excess("max_qo_tokens", qo_tokens))
+        if pages * (bsr.page_size or 1) > self.max_kv_tokens:
+            raise LimitError(self.excess("max_kv_tokens", pages * (bsr.page_size or 1)))
 
     def excess(self, name: str, given: int) -> str:
         """Say that a batch needs more of something."""
