@@ -24,6 +24,7 @@ from tvm_attn._index_arrays import (
     as_tensor,
     checked_size,
     index_array,
+    is_plain,
     optional_index_array,
     param_arrays,
 )
@@ -165,15 +166,24 @@ class BSR:
         )
 
     @classmethod
-    def of_checked(
+    def of_plain(
         cls,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_last_page_len: torch.Tensor,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_last_page_len: Any,
         page_size: int,
-    ) -> BSR:
-        """Return the format of a page table whose arrays are known to be as they must be."""
+    ) -> BSR | None:
+        """Return the format of a page table of int32 vectors on the host, None if it is another.
+
+        What most batches are, at a fraction of the time that it takes to look at all there may be.
+        """
+        for array in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len):
+            if not (is_plain(array) and array.is_cpu):
+                return None
+        length = kv_last_page_len.shape[0] + 1
+        if qo_indptr.shape[0] != length or kv_indptr.shape[0] != length:
+            return None
         made = object.__new__(cls)
         vars(made).update(
             qo_indptr=qo_indptr,
