@@ -104,7 +104,7 @@ class Block:
                 layout.begins.items(), layout.shapes.values(), strict=True
             )
         }
-        self.packed = {name: _pack(array) for name, array in self.arrays.items()}
+        self.packed = {name: pack_host(array) for name, array in self.arrays.items()}
         self.lists = {
             key: (
                 tuple(self.arrays[name] for name in names),
@@ -113,7 +113,7 @@ class Block:
             for key, names in layout.lists.items()
         }
         self.header: Ints = np.zeros(HEADER_WORDS, np.int32)
-        self.packed_header = _pack(self.header)
+        self.packed_header = pack_host(self.header)
         self.used: set[Any] = set()
         self.device_memory: Any = None
         self._scratch, self._scratch_words = self.packed_header, 0
@@ -124,7 +124,7 @@ class Block:
     def scratch(self, words: int) -> Any:
         """Return room of at least so many words, of any content."""
         if words > self._scratch_words:
-            self._scratch, self._scratch_words = _pack(np.empty(words, np.int32)), words
+            self._scratch, self._scratch_words = pack_host(np.empty(words, np.int32)), words
         return self._scratch
 
     def is_held(self) -> bool:
@@ -199,7 +199,8 @@ class Pool:
         return None
 
 
-def _pack(array: Ints) -> Any:
+def pack_host(array: Ints | torch.Tensor) -> Any:
+    """Return an array as compiled functions take it fastest."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(array)

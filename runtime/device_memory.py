@@ -12,10 +12,10 @@ import torch
 
 from tvm_attn.runtime.buffers import Block, Layout
 from tvm_attn.runtime.placement import Launch, pack
-from tvm_attn.runtime.plan import Family, WorkList, in_order
+from tvm_attn.runtime.plan import BATCH, Family, WorkList, in_order
 from tvm_attn.runtime.shelf import rounded
 from tvm_attn.runtime.staging import Room
-from tvm_attn.runtime.workspace import BATCH, LAST, partial_states, partial_words
+from tvm_attn.runtime.workspace import LAST, partial_states, partial_words
 from tvm_attn.spec import AttentionSpec
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError
 from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.inspector import raise_status
-from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
+from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
 from tvm_attn.runtime.staging import Copies, Room
-from tvm_attn.runtime.workspace import BATCH, Counts, PlanLimits
+from tvm_attn.runtime.workspace import Counts, PlanLimits
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.worklist import (
     DEVICE_CTAS,

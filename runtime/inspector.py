@@ -11,12 +11,11 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
-from tvm_attn.runtime.buffers import Block, Ints
+from tvm_attn.runtime.buffers import Block, Ints, pack_host
 from tvm_attn.runtime.partition import overlaps, queues_beside
-from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
+from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
 from tvm_attn.runtime.sharing import UNCUT, Work, share_out
 from tvm_attn.runtime.shelf import Extent, Shelf, Store, Units
-from tvm_attn.runtime.workspace import BATCH
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import (
     ALONE,
@@ -26,7 +25,6 @@ from tvm_attn.worklist import (
 )
 
 Params = dict[str, list[Any]]
-NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
 KV_LEN = 3
 """Place of the lengths in a plan's arrays of a batch."""
@@ -80,6 +78,7 @@ class Inspector:
         self._num_kv_heads = num_kv_heads
         self._bytes = row_bytes
         self._shelf = Shelf(families, num_kv_heads)
+        self._none = pack_host(torch.empty(0, dtype=torch.int32))
         self._ctas: dict[tuple[int, ...], dict[Family, int]] = {}
 
     def plan(
@@ -202,14 +201,14 @@ class Inspector:
 
     def _derive(self, bsr: BSR, block: Block) -> list[int]:
         """Check a batch, and write it to a block; return the planner's header."""
-        of = block.packed
+        of, none = block.packed, self._none
         self._plan_batch(
             bsr.qo_indptr,
             bsr.kv_indptr,
-            NONE if bsr.kv_indices is None else bsr.kv_indices,
-            NONE if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
-            NONE if bsr.q_pos_offset is None else bsr.q_pos_offset,
-            NONE if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
+            none if bsr.kv_indices is None else bsr.kv_indices,
+            none if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
+            none if bsr.q_pos_offset is None else bsr.q_pos_offset,
+            none if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
             bsr.page_size or 1,
             self._group_size,
             self._families[-2].rows,

@@ -202,6 +202,12 @@ class Plan:
         """``qo_len, kv_len [batch]``: tokens of each request."""
         return np.diff(self.batch[0]), self.batch[KV_LEN]
 
+    def placed(self, name: str) -> torch.Tensor:
+        """Return an array of the batch as kernels read it, on the plan's device."""
+        array = torch.from_numpy(self.batch[BATCH.index(name)])
+        there = self.placement.there
+        return array if there is None else there.room.of(name)[: len(array)]
+
     def replace_by(self, other: Plan) -> None:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
@@ -231,8 +237,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON: the batch, and each CTA's queue."""
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
-        batch = {n: a.tolist() for n, a in zip(names, self.batch, strict=True)}
+        batch = {n: a.tolist() for n, a in zip(BATCH, self.batch, strict=True)}
         work = [
             {
                 "family": w.family.name,
@@ -259,6 +264,8 @@ class Plan:
         return gantt_svg(self.work)
 
 
+BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
+"""Arrays of a batch, in the order in which kernels take them."""
 KV_INDICES, KV_LEN = 2, 3
 """Places of kv_indices and kv_len in `Plan.batch`."""
 

@@ -104,6 +104,17 @@ class Room:
         self.block[: len(host)].copy_(host, non_blocking=True)
 
 
+def copy_there(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor on its device's current stream, without waiting; it may then change.
+
+    What is on the host already leaves from a pinned copy.
+    """
+    if values.is_cpu and target.is_cuda:
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        values = pinned.copy_(values)
+    target.copy_(values, non_blocking=True)
+
+
 def _as_bytes(array: HostArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     if isinstance(array, torch.Tensor):
         return array.reshape(-1).view(torch.uint8).numpy()

@@ -131,8 +131,6 @@ def bounds_of(units: int, num_kv_heads: int, num_ctas: int, pieces: int = 0) -> 
     return Counts(num_ctas, *bounds, units, max(units + num_ctas, pieces))
 
 
-BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
-"""Arrays of a batch, in the order in which kernels take them."""
 LAST = "kv_indices"
 """The array that is copied last, since a batch may use little of it."""
 

@@ -8,7 +8,8 @@ import torch
 
 from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
 from tvm_attn.errors import LimitError, ShapeError
-from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.plan import KV_LEN, Plan
+from tvm_attn.runtime.staging import copy_there
 from tvm_attn.runtime.workspace import PlanLimits
 
 UNLIMITED = 1 << 62
@@ -87,16 +88,15 @@ class GraphBuffers:
                 raise LimitError(f"{name} has {len(buffer)} entries, this batch needs {needed}")
 
     def store(self, plan: Plan, page_size: int) -> None:
-        """Copy a plan's arrays in; what a buffer holds past them stays."""
-        qo_indptr, kv_indptr, kv_indices, kv_len = map(torch.from_numpy, plan.batch[:4])
-        bits, mask_indptr = plan.params.get("custom_mask", (None, None))
-        for buffer, values in (
-            (self.qo_indptr, qo_indptr),
-            (self.kv_indptr, kv_indptr),
-            (self.kv_indices, kv_indices[: int(kv_indptr[-1])]),
-            (self.last_page_len, last_page_len(kv_len, page_size)),
-            (self.custom_mask, bits),
-            (self.mask_indptr, mask_indptr),
+        """Copy a plan's arrays in, waiting for nothing; what a buffer holds past them stays."""
+        kv_len = torch.from_numpy(plan.batch[KV_LEN])
+        for name, values in (
+            ("qo_indptr", plan.placed("qo_indptr")),
+            ("kv_indptr", plan.placed("kv_indptr")),
+            ("kv_indices", plan.placed("kv_indices")),
+            ("last_page_len", last_page_len(kv_len, page_size)),
+            *zip(("custom_mask", "mask_indptr"), plan.params.get("custom_mask", ()), strict=False),
         ):
-            if buffer is not None and values is not None:
-                buffer[: len(values)].copy_(values)
+            buffer = getattr(self, name)
+            if buffer is not None:
+                copy_there(values, buffer[: len(values)])
