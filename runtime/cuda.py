@@ -17,7 +17,7 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
 from tvm_attn.runtime.device import CPU, current_index, current_stream, on_device, stream_handle
-from tvm_attn.runtime.device_memory import KeptMemory, states_of
+from tvm_attn.runtime.device_memory import IdleStates, KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
@@ -73,6 +73,7 @@ class CudaMachine:
         self._multiprocessors = multiprocessors
         self._library = library
         self._ready: set[torch.device] = set()
+        self._idle: dict[tuple[torch.device, torch.cuda.Stream | None], IdleStates] = {}
         self._num_ctas: dict[torch.device, tuple[int, ...]] = {}
 
     def plan_device(self, wanted: torch.device | None) -> torch.device:
@@ -130,7 +131,9 @@ class CudaMachine:
             return Placement(device, memory.launches, plan.params, *held)
         kept = block.device_memory
         if kept is None:
-            kept = block.device_memory = KeptMemory(self._spec, device, block.layout)
+            idle = self._idle.setdefault((device, stream), IdleStates())
+            kept = KeptMemory(self._spec, device, block.layout, idle)
+            block.device_memory = kept
         launches = kept.launches(plan.work, workspace)
         kept.fill(block, plan.work, pages)
         params, owned = self._params_there(plan, device)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.buffers import Block, Layout
+from tvm_attn.runtime.buffers import KEPT, Block, Layout
 from tvm_attn.runtime.placement import Launch, pack
 from tvm_attn.runtime.plan import BATCH, Family, WorkList, in_order
 from tvm_attn.runtime.shelf import rounded
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 States = tuple[torch.Tensor, torch.Tensor]
 """Room for partial outputs and LSEs."""
 MOST_KEPT = 1 << 21
-"""Float32 words of a family's partial states that are kept from a plan to the next."""
+"""Float32 words of a family's partial states that go from a plan to the next."""
 
 
 class DeviceMemory:
@@ -98,17 +98,47 @@ class DeviceMemory:
         block.send(self.room.block, self.room.layout.begins[LAST] + pages)
 
 
+class IdleStates:
+    """Partial states of dead plans, for those to come on the same stream; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, dict[int, States]] = {}
+
+    def take(self, family: Family, slots: int, before: States | None) -> States | None:
+        """Return room for so many of a family's, if there is some: what it had before, if idle."""
+        idle = self._idle.get(family.name, {})
+        for states in (before, *list(idle.values())):
+            if states is None or len(states[0]) < slots:
+                continue
+            if idle.pop(id(states), None) is not None:
+                return states
+        return None
+
+    def give(self, family: Family, states: States) -> None:
+        """Take back what a dead plan had, unless there is enough."""
+        idle = self._idle.setdefault(family.name, {})
+        if len(idle) < KEPT:
+            idle[id(states)] = states
+
+
 class KeptMemory(DeviceMemory):
     """Memory of a plan without limits, and its launches, which go from it to the next.
 
-    Parameters are those of `DeviceMemory`.
+    Parameters
+    ----------
+    spec, device, layout
+        As for `DeviceMemory`.
+    idle : IdleStates
+        Of the stream.
     """
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, layout: Layout):
+    def __init__(self, spec: AttentionSpec, device: torch.device, layout: Layout, idle: IdleStates):
         super().__init__(spec, device, layout)
         self._spec = spec
-        self._states: dict[str, States] = {}
-        self._launches: dict[tuple[Family, int, bool], tuple[States, Launch]] = {}
+        self._idle = idle
+        self._states: dict[Family, States] = {}
+        self._before: dict[Family, States] = {}
+        self._launches: dict[tuple[Family, int, bool], Launch] = {}
 
     def launches(self, works: Sequence[WorkList], workspace: torch.Tensor | None) -> list[Launch]:
         """Return a launch of each work list, in the order of launches.
@@ -126,26 +156,33 @@ class KeptMemory(DeviceMemory):
             found.append(self._kept_launch(family, bool(found), *given[family]))
         return found
 
+    def rest(self) -> None:
+        """Leave partial states to other plans."""
+        for family, states in self._states.items():
+            self._idle.give(family, states)
+        self._states = {}
+
     def _kept_launch(self, family: Family, follows: bool, num_ctas: int, states: States) -> Launch:
         """Return the launch of a plan before, if its partial states are the same."""
         key = (family, num_ctas, follows)
-        states_before, launch = self._launches.get(key, (None, None))
-        if launch is None or states_before is not states:
+        launch = self._launches.get(key)
+        if launch is None or launch.partials[0] is not states[0]:
             launch = self.launch(family, num_ctas, follows, states)
-            self._launches[key] = states, launch
+            if family in self._states:
+                self._launches[key] = launch
         return launch
 
     def _states_of(self, family: Family, slots: int) -> States:
-        """Return room for so many partial states: that of plans before, unless it is large."""
-        kept = self._states.get(family.name)
-        if kept is not None and slots <= len(kept[0]):
-            return kept
-        is_small = slots * partial_words(self._spec, family) <= MOST_KEPT
-        room = [(family, rounded(slots) if is_small else slots)]
-        [states] = partial_states(self._spec, room, None, self.device)
-        if is_small:
-            self._states[family.name] = states
-        return states
+        """Return room for so many partial states: of a dead plan, unless they are many."""
+        if slots * partial_words(self._spec, family) > MOST_KEPT:
+            [states] = partial_states(self._spec, [(family, slots)], None, self.device)
+            return states
+        found = self._idle.take(family, slots, self._before.get(family))
+        if found is None:
+            size = rounded(max(slots, 1))
+            [found] = partial_states(self._spec, [(family, size)], None, self.device)
+        self._states[family] = self._before[family] = found
+        return found
 
 
 def pad(block: Block, work: WorkList) -> None:

@@ -220,6 +220,8 @@ class Plan:
             return
         if placement is not None and placement.moved:
             block.device_memory = None  # which another stream uses
+        elif block.device_memory is not None:
+            block.device_memory.rest()
         block.give_back()
 
     def check(self) -> None:

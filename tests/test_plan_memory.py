@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import tvm_attn as ta
 from tests.batches import Batch, random_batch
 from tests.test_runtime_cuda import SPEC, for_gpu
 from tvm_attn.runtime import cuda
@@ -16,6 +17,7 @@ from tvm_attn.runtime.buffers import ALIGNMENT, KEPT, Block, Layout, Pool
 from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.plan import Family
 from tvm_attn.runtime.shelf import REMEMBERED, STEP, Extent, Shelf, rounded
+from tvm_attn.runtime.workspace import PlanLimits
 
 SHAPES: dict[str, tuple[int, ...]] = {"some": (3, 8), "none": (0, 4), "more": (5,)}
 FAMILIES = (
@@ -209,6 +211,35 @@ def test_what_a_dead_plan_had_goes_to_the_next(batch: Batch) -> None:
     assert again.block is block
     assert again.placement.launches == launches, "launches are kept"
     assert again.to_json() == other.to_json() == text
+
+
+def test_plans_at_the_same_time_have_partial_states_of_their_own(batch: Batch) -> None:
+    module = for_gpu("full", SPEC)
+
+    def places() -> tuple[ta.Plan, set[int]]:
+        plan = module.plan(batch.fmt)
+        return plan, {states.data_ptr() for parts in plan.partials for states in parts[:2]}
+
+    (first, mine), (second, other) = places(), places()
+    assert first.num_slots > 0
+    assert mine.isdisjoint(other)
+    del first
+    gc.collect()
+    third, again = places()
+    assert again == mine
+    del second, third
+    gc.collect()
+    assert places()[1] in (mine, other)
+
+
+def test_a_workspace_is_not_kept(batch: Batch) -> None:
+    module = for_gpu("full", SPEC)
+    workspace = torch.empty(module.workspace_size(PlanLimits(10, 100, 4000))[0], dtype=torch.uint8)
+    plan = module.plan(batch.fmt, workspace=workspace)
+    del plan
+    gc.collect()
+    for states in module.plan(batch.fmt).partials:
+        assert states[0].untyped_storage().data_ptr() != workspace.untyped_storage().data_ptr()
 
 
 def test_what_somebody_looks_at_is_left_alone(batch: Batch) -> None:
