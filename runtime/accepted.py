@@ -67,9 +67,12 @@ class AcceptedRun:
         As given.
     out : Signature, optional
         Of results that the caller had room for.
+    lse : torch.Tensor, optional
+        Of the shape of an LSE.
     """
 
     out: Signature | None = None
+    lse: torch.Tensor | None = None
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class Executor:
         elif accepted.out is None or not is_alike(out, accepted.out):
             self._check_out(plan, out)
             accepted.out = signature(out)
-        written = self._lse(plan, lse, return_lse)
+        written = self._lse(plan, accepted, lse, return_lse)
         if self._is_ragged or not (k.shape[0] and v.shape[0]):
             k, v = self._as_pages(k), self._as_pages(v)
         for kernel, arguments in accepted.launches:
@@ -172,7 +172,9 @@ class Executor:
         if self._needs_rows and not has_contiguous_rows(out):
             check_rows(out=out)
 
-    def _lse(self, plan: Plan, lse: torch.Tensor | None, return_lse: bool) -> Any:
+    def _lse(
+        self, plan: Plan, accepted: AcceptedRun, lse: torch.Tensor | None, return_lse: bool
+    ) -> Any:
         """Return where to write the LSE: what was given, new memory, or what nobody reads."""
         if lse is None and not return_lse:
             return plan.placement.unread_lse(plan.nnz_qo, self._spec.num_qo_heads)
@@ -180,7 +182,9 @@ class Executor:
             raise VariantError("without softmax there is no LSE; run without return_lse and lse")
         shape, device = (plan.nnz_qo, self._spec.num_qo_heads), plan.placement.device
         if lse is None:
-            return torch.empty(shape, dtype=torch.float32, device=device)
+            if accepted.lse is None:
+                accepted.lse = torch.empty((1, 1), dtype=torch.float32, device=device).expand(shape)
+            return torch.empty_like(accepted.lse, memory_format=torch.contiguous_format)
         check_tensor("lse", lse, shape, torch.float32, device)
         if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
             raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")

@@ -95,7 +95,8 @@ class Planner:
             terms.limits.check(bsr)
         memory = self._memory(terms, split, device, out, workspace)
         if memory is not None:
-            memory.terms.limits.check(bsr)
+            if terms is None:
+                memory.terms.limits.check(bsr)
             longest = min(filter(None, (longest, memory.terms.max_qo_len)), default=0)
         store = self._shelf(device) if memory is None else memory
         queues = self._queues(device, memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,12 @@ from tvm_attn.runtime.staging import copy_there
 from tvm_attn.runtime.workspace import PlanLimits
 
 UNLIMITED = 1 << 62
+
+
+@functools.lru_cache(maxsize=64)
+def known_limits(max_batch: int, max_qo_tokens: int, max_kv_tokens: int) -> PlanLimits:
+    """Return limits, checked once."""
+    return PlanLimits(max_batch, max_qo_tokens, max_kv_tokens)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class GraphBuffers:
     def limits(self, max_qo_tokens: int, page_size: int) -> PlanLimits:
         """Return the limits that the buffers set."""
         pages = UNLIMITED if self.kv_indices is None else len(self.kv_indices) * page_size
-        return PlanLimits(self.max_batch, max_qo_tokens, pages)
+        return known_limits(self.max_batch, max_qo_tokens, pages)
 
     def check_mask(self, plan: Plan) -> None:
         """Raise `LimitError` if a plan's custom mask does not fit."""
