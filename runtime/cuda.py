@@ -107,6 +107,14 @@ class CudaMachine:
         counts = {family: counts[family] for family in chosen}
         return FixedMemory(self._spec, terms, counts, device, workspace)
 
+    def check_capture(self, device: torch.device) -> None:
+        """Raise `PlanError` while a CUDA graph is captured, before anything is asked of the GPU."""
+        if is_capturing(device):
+            raise PlanError(
+                "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
+                "capture, or with limits and arrays that are on the GPU"
+            )
+
     def place(
         self,
         plan: Plan,
@@ -115,11 +123,6 @@ class CudaMachine:
         memory: FixedMemory | None,
     ) -> Placement:
         """Return the plan in the device's memory, where a copy will bring it on its stream."""
-        if is_capturing(device):
-            raise PlanError(
-                "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
-                "capture, or with limits and arrays that are on the GPU"
-            )
         block = plan.block
         assert block is not None, "a plan on the host is in memory of the host"
         stream = current_stream(device) if device.type == "cuda" else None

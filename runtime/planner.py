@@ -88,6 +88,7 @@ class Planner:
         if bsr is None:
             bsr = batch_format(self._spec, arrays)
             check_on_host(bsr)
+        self._machine.check_capture(device)
         terms = terms_of(limits, fixed_split_size, max_qo_len)
         split = positive("fixed_split_size", fixed_split_size)
         longest = positive("max_qo_len", max_qo_len)

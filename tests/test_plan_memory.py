@@ -12,6 +12,7 @@ import torch
 import tvm_attn as ta
 from tests.batches import Batch, random_batch
 from tests.test_runtime_cuda import SPEC, for_gpu
+from tvm_attn.errors import PlanError
 from tvm_attn.runtime import cuda
 from tvm_attn.runtime.buffers import ALIGNMENT, KEPT, Block, Layout, Pool
 from tvm_attn.runtime.device_memory import pad
@@ -269,9 +270,28 @@ def test_memory_that_another_stream_uses_is_not_handed_on(batch: Batch) -> None:
 def test_a_wrong_batch_gives_its_memory_back(batch: Batch) -> None:
     module = for_gpu("full", SPEC)
     block = module.plan(batch.fmt).block
-    with pytest.raises(ValueError, match="qo_indptr"):
+    with pytest.raises(PlanError, match="qo_indptr"):
         module.plan([0, -1, 2, 3, 4, 5, 6], *[[0] * 7, [], [1] * 6])
     assert module.plan(batch.fmt).block is block
+
+
+@pytest.mark.parametrize("limits", [None, PlanLimits(6, 60, 4000)], ids=["free", "limits"])
+def test_in_a_capture_nothing_is_asked_of_a_gpu(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, limits: PlanLimits | None
+) -> None:
+    """Asking whether a copy is made would end the capture."""
+    module = for_gpu("full", SPEC)
+    plan = module.plan(batch.fmt, limits=limits)
+    before = plan.placement
+
+    def asked(*_: Any) -> bool:
+        raise AssertionError("a block was asked for")
+
+    monkeypatch.setattr(cuda, "is_capturing", lambda device: True)
+    monkeypatch.setattr(Pool, "take", asked)
+    with pytest.raises(PlanError, match="cannot capture"):
+        module.plan(batch.fmt, out=plan)
+    assert plan.placement is before
 
 
 def test_behind_the_last_cut_unit_there_is_nothing(batch: Batch) -> None:
