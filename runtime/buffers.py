@@ -26,7 +26,9 @@ WORDS = ALIGNMENT // 4
 GRAIN = 1024
 """Words that copies are multiples of, so that few differ."""
 KEPT = 4
-"""Idle blocks of a layout that are kept."""
+"""Idle blocks of a layout that are kept; one, if they are large."""
+LARGE = 1 << 22
+"""Words of a large block."""
 
 Ints = npt.NDArray[np.int32]
 """Plan arrays live on the host, where numpy slices fastest."""
@@ -184,7 +186,7 @@ class Pool:
     def give(self, block: Block) -> None:
         """Take back the block of a plan that is no more."""
         self._idle.append(block)
-        if len(self._idle) > KEPT:
+        if len(self._idle) > (KEPT if self.layout.size < LARGE else 1):
             self._oldest()
 
     def _oldest(self) -> Block | None:

@@ -13,7 +13,7 @@ import tvm_attn as ta
 from tests.batches import Batch, random_batch
 from tests.test_runtime_cuda import SPEC, for_gpu
 from tvm_attn.errors import PlanError
-from tvm_attn.runtime import cuda
+from tvm_attn.runtime import buffers, cuda
 from tvm_attn.runtime.buffers import ALIGNMENT, KEPT, Block, Layout, Pool
 from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.plan import Family
@@ -108,6 +108,14 @@ def test_few_idle_blocks_are_kept_but_none_is_lost_in_a_copy(pool: Pool) -> None
         pool.take().give_back()
     blocks[0].give_back()
     assert len(pool._idle) <= KEPT + 3
+
+
+def test_of_large_blocks_one_is_kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "LARGE", 10)
+    blocks = [pool.take() for _ in range(3)]
+    for block in blocks:
+        block.give_back()
+    assert len(pool._idle) == 1
 
 
 def test_scratch_grows_and_stays(pool: Pool) -> None:
