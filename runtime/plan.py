@@ -203,10 +203,11 @@ class Plan:
         return np.diff(self.batch[0]), self.batch[KV_LEN]
 
     def placed(self, name: str) -> torch.Tensor:
-        """Return an array of the batch as kernels read it, on the plan's device."""
-        array = torch.from_numpy(self.batch[BATCH.index(name)])
+        """Return an array of the batch as kernels read it: behind its entries there may be room."""
         there = self.placement.there
-        return array if there is None else there.room.of(name)[: len(array)]
+        if there is not None:
+            return there.room.of(name)
+        return torch.from_numpy(self.batch[BATCH.index(name)])
 
     def replace_by(self, other: Plan) -> None:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
+from tvm_attn._flashinfer.arguments import check_buffer
 from tvm_attn.errors import LimitError, ShapeError
-from tvm_attn.runtime.plan import KV_LEN, Plan
+from tvm_attn.runtime.plan import BATCH, Plan
 from tvm_attn.runtime.staging import copy_there
 from tvm_attn.runtime.workspace import PlanLimits
 
@@ -96,14 +96,19 @@ class GraphBuffers:
 
     def store(self, plan: Plan, page_size: int) -> None:
         """Copy a plan's arrays in, waiting for nothing; what a buffer holds past them stays."""
-        kv_len = torch.from_numpy(plan.batch[KV_LEN])
+        given = dict(zip(BATCH, plan.batch, strict=True))
+        last = (given["kv_len"] - 1) % page_size + 1
+        mask = plan.params.get("custom_mask", ())
         for name, values in (
-            ("qo_indptr", plan.placed("qo_indptr")),
-            ("kv_indptr", plan.placed("kv_indptr")),
-            ("kv_indices", plan.placed("kv_indices")),
-            ("last_page_len", last_page_len(kv_len, page_size)),
-            *zip(("custom_mask", "mask_indptr"), plan.params.get("custom_mask", ()), strict=False),
+            *((name, plan.placed(name)) for name in ("qo_indptr", "kv_indptr", "kv_indices")),
+            ("last_page_len", torch.from_numpy(last)),
+            *zip(("custom_mask", "mask_indptr"), mask, strict=False),
         ):
-            buffer = getattr(self, name)
+            buffer, count = getattr(self, name), len(given.get(name, values))
             if buffer is not None:
-                copy_there(values, buffer[: len(values)])
+                copy_there(first(values, count), first(buffer, count))
+
+
+def first(array: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first entries of an array."""
+    return array if len(array) == count else array[:count]
