@@ -12,21 +12,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
-from tvm_attn.runtime.device import CPU, on_device, stream_handle
+from tvm_attn.runtime.device import CPU, current_index, current_stream, on_device, stream_handle
+from tvm_attn.runtime.device_memory import IdleStates, KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.params import NO_LENGTHS, plan_values
-from tvm_attn.runtime.placement import Launch, Placement, is_capturing
-from tvm_attn.runtime.plan import Family, Plan, in_order
+from tvm_attn.runtime.placement import Placement, is_capturing
+from tvm_attn.runtime.plan import KV_INDICES, Family, Plan
 from tvm_attn.runtime.staging import Copies
-from tvm_attn.runtime.workspace import family_counts, partial_states
+from tvm_attn.runtime.workspace import family_counts
 from tvm_attn.spec import AttentionSpec, Param
 
 
@@ -73,7 +73,8 @@ class CudaMachine:
         self._multiprocessors = multiprocessors
         self._library = library
         self._ready: set[torch.device] = set()
-        self._ones = torch.ones(spec.num_kv_heads, dtype=torch.float32)
+        self._idle: dict[tuple[torch.device, torch.cuda.Stream | None], IdleStates] = {}
+        self._num_ctas: dict[torch.device, tuple[int, ...]] = {}
 
     def plan_device(self, wanted: torch.device | None) -> torch.device:
         """Return the device wanted, else the current GPU, else the CPU where there is none."""
@@ -83,11 +84,17 @@ class CudaMachine:
 
     def num_ctas(self, device: torch.device) -> Sequence[int]:
         """Return how many CTAs of each family are resident at once."""
+        found = self._num_ctas.get(device)
+        if found is None:
+            found = self._num_ctas[device] = self._resident(device)
+        return found
+
+    def _resident(self, device: torch.device) -> tuple[int, ...]:
         if self._given_ctas is not None:
-            return [self._given_ctas] * len(self._families)
+            return (self._given_ctas,) * len(self._families)
         on_gpu = device.type == "cuda"
         count = multiprocessors(device) if on_gpu else self._multiprocessors
-        return [_queues(count, family) for family in self._families]
+        return tuple(_queues(count, family) for family in self._families)
 
     def fix(
         self, terms: Terms, device: torch.device, workspace: torch.Tensor | None
@@ -100,6 +107,14 @@ class CudaMachine:
         counts = {family: counts[family] for family in chosen}
         return FixedMemory(self._spec, terms, counts, device, workspace)
 
+    def check_capture(self, device: torch.device) -> None:
+        """Raise `PlanError` while a CUDA graph is captured, before anything is asked of the GPU."""
+        if is_capturing(device):
+            raise PlanError(
+                "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
+                "capture, or with limits and arrays that are on the GPU"
+            )
+
     def place(
         self,
         plan: Plan,
@@ -108,41 +123,40 @@ class CudaMachine:
         memory: FixedMemory | None,
     ) -> Placement:
         """Return the plan in the device's memory, where a copy will bring it on its stream."""
-        if is_capturing(device):
-            raise PlanError(
-                "a plan is made on the host, which a CUDA graph cannot capture; plan before the "
-                "capture, or with limits and arrays that are on the GPU"
-            )
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        block = plan.block
+        assert block is not None, "a plan on the host is in memory of the host"
+        stream = current_stream(device) if device.type == "cuda" else None
+        pages = len(plan.batch[KV_INDICES])
         if memory is not None:
-            memory.fill(plan)
-            held = (memory.ones, stream, memory.memory, memory)
+            memory.check_params(plan.params)
+            memory.fill(block, plan.work, pages)
+            held = (memory.ones, stream, memory.states, memory)
             return Placement(device, memory.launches, plan.params, *held)
-        slots = [(work.family, work.num_slots) for work in plan.work]
-        partials = partial_states(self._spec, slots, workspace, device)
-        arrivals = [np.zeros(len(work.merge_items), np.int32) for work in plan.work]
-        lists = [array for work in plan.work for array in work.arrays]
-        params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
-        copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])
-        families = [work.family for work in plan.work]
-        given = dict(zip(families, zip(plan.work, partials, arrivals, strict=True), strict=True))
-        launches: list[Launch] = []
-        for family in in_order(families):
-            work, states, counters = given[family]
-            told = family.arguments(follows=bool(launches))
-            indices = tuple(map(copies.of, (*work.arrays, *plan.batch)))
-            launches.append(Launch(family.name, indices, (*states, copies.of(counters), *told)))
-        return Placement(
-            device,
-            launches,
-            {
-                n: [copies.of(v) if _is_tensor(v) else v for v in plan.params[n]]
-                for n in plan.params
-            },
-            copies.of(self._ones),
-            stream,
-            (copies.block, *(state for states in partials for state in states)),
-        )
+        kept = block.device_memory
+        if kept is None:
+            idle = self._idle.setdefault((device, stream), IdleStates())
+            kept = KeptMemory(self._spec, device, block.layout, idle)
+            block.device_memory = kept
+        launches = kept.launches(plan.work, workspace)
+        kept.fill(block, plan.work, pages)
+        params, owned = self._params_there(plan, device)
+        owned = (*states_of(launches), *owned)
+        return Placement(device, launches, params, kept.ones, stream, owned, kept)
+
+    @staticmethod
+    def _params_there(
+        plan: Plan, device: torch.device
+    ) -> tuple[dict[str, list[Any]], tuple[torch.Tensor, ...]]:
+        """Return a plan's parameters on a device, and the memory that they are in."""
+        arrays = [v for values in plan.params.values() for v in values if _is_tensor(v)]
+        if not arrays:
+            return plan.params, ()
+        copies = Copies(device, arrays)
+        params = {
+            name: [copies.of(v) if _is_tensor(v) else v for v in values]
+            for name, values in plan.params.items()
+        }
+        return params, (copies.block,)
 
     def plan_there(
         self,
@@ -171,8 +185,8 @@ class CudaMachine:
         memory.device_planner.plan(bsr, [value for values in made.values() for value in values])
         plan = DevicePlan(owner, bsr, made, memory)
         device = memory.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        given_there = (memory.ones, stream, memory.memory, memory)
+        stream = current_stream(device) if device.type == "cuda" else None
+        given_there = (memory.ones, stream, memory.states, memory)
         plan.placement = Placement(device, memory.launches, made, *given_there)
         return plan
 
@@ -184,8 +198,8 @@ class CudaMachine:
             self._prepare(device)
         used = placement.stream
         if used is None or used.cuda_stream != stream_handle(device):
-            placement.follow(torch.cuda.current_stream(device))
-        return None if torch.cuda.current_device() == device.index else on_device(device)
+            placement.follow(current_stream(device))
+        return None if current_index() == device.index else on_device(device)
 
     def describe(self) -> str:
         """Return the number of CTAs, where it is not the device's."""

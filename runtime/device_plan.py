@@ -14,11 +14,11 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError
-from tvm_attn.runtime.buffers import BufferPool, Ints
+from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.inspector import raise_status
-from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
-from tvm_attn.runtime.staging import Room
-from tvm_attn.runtime.workspace import BATCH, Counts, PlanLimits
+from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
+from tvm_attn.runtime.staging import Copies, Room
+from tvm_attn.runtime.workspace import Counts, PlanLimits
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.worklist import (
     DEVICE_CTAS,
@@ -106,8 +106,8 @@ class DevicePlanner:
         if clusters:
             jobs[:2, Job.ROLE] = Role.CLUSTERS, Role.REPLACED
         self._clusters = [(f.cluster, counts[f].num_ctas, f.rows) for f in clusters] or [(0, 0, 0)]
-        self._tables = Room(memory.device, {"place": place.shape, "jobs": jobs.shape})
-        self._tables.fill({"place": place, "jobs": jobs})
+        tables = Copies(memory.device, (place, jobs))
+        self._place, self._jobs = tables.of(place), tables.of(jobs)
         self._none = torch.empty(0, dtype=torch.int32, device=memory.device)
 
     def plan(self, bsr: BSR, values: Sequence[Any]) -> None:
@@ -121,7 +121,7 @@ class DevicePlanner:
             *(bsr.qo_indptr, bsr.kv_indptr),
             *(none if array is None else array for array in arrays),
             *values,
-            *(self._tables.of("place"), self._tables.of("jobs")),
+            *(self._place, self._jobs),
             *(spec.page_size or 1, spec.group_size, spec.num_kv_heads, terms.split),
             *(limits.max_batch, limits.max_qo_tokens, pages, terms.max_qo_len),
             MAX_ROWS if limits.num_pages is None else limits.num_pages,
@@ -191,8 +191,7 @@ class DevicePlan(Plan):
         sizes = dict(zip(BATCH, (size + 1, size + 1, pages, size, size, size), strict=True))
         batch = [held.of(name)[:count] for name, count in sizes.items()]
         words[Header.MAX_PAGE] = int(batch[2].max(initial=-1))
-        pool = BufferPool()
-        plan = Plan(self.owner, words, batch, pool.take(), pool)
+        plan = Plan(self.owner, words, batch)
         plan.params, plan.placement = self.params, self.placement
         plan.work = [work for family in self._memory.counts if (work := held.work(family))]
         return plan

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
+from tvm_attn.runtime.accepted import AcceptedRun, Launches, is_alike, is_plain, signature
 from tvm_attn.runtime.device import CPU, check_rows, elsewhere, has_contiguous_rows
 from tvm_attn.runtime.params import run_values
-from tvm_attn.runtime.placement import Placement
+from tvm_attn.runtime.placement import Placement, is_capturing
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.scales import HeadScales, number
 from tvm_attn.spec import AttentionSpec, Param
@@ -60,7 +61,7 @@ class Executor:
         self._is_like_q = (spec.dim_vo, self._o_dtype) == (spec.head_dim_qk, self._q_dtype)
         self._sm_scale = 1.0 / math.sqrt(spec.head_dim_qk)
         self._cache_shapes = tuple(self._cache_shape(d) for d in (spec.head_dim_qk, spec.dim_vo))
-        self._accepted: tuple[torch.Size, torch.Size] | None = None
+        self._is_ragged = not spec.is_paged
         self._head_scales = HeadScales(spec.num_kv_heads)
 
     def run(
@@ -76,35 +77,58 @@ class Executor:
         params: Mapping[str, Any],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention; see `AttentionModule.run`."""
-        spec, nnz, placement = self._spec, plan.nnz_qo, plan.placement
-        device, heads = placement.device, spec.num_qo_heads
-        k, v = self._caches(kv, plan)
-        check_tensor("q", q, (nnz, heads, spec.head_dim_qk), self._q_dtype, device)
-        if not self._use_softmax and (return_lse or lse is not None):
-            raise VariantError("without softmax there is no LSE; run without return_lse and lse")
-        if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
-            raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
-        values = self._values(plan, params) if params or self._params else ()
-        factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
+        placement = plan.placement
+        k, v = self._pair(kv)
+        accepted = placement.accepted
+        if accepted is None or not accepted.is_like(q, k, v, scales, lse_base, params):
+            accepted = self._accept(plan, (q, k, v), lse_base, scales, params)
         if out is None:
             out = self._output(q)
-        else:
-            check_tensor("out", out, (nnz, heads, spec.dim_vo), self._o_dtype, device)
-        if lse is not None:
-            check_tensor("lse", lse, (nnz, heads), torch.float32, device)
-            if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
-                raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
-        elif return_lse:
-            lse = torch.empty((nnz, heads), dtype=torch.float32, device=device)
-        else:
-            lse = placement.unread_lse((nnz, heads))
-        if self._needs_rows:
-            k, v = _not_empty(k), _not_empty(v)
-            if not has_contiguous_rows(q, k, v, out):
-                check_rows(q=q, k=k, v=v, out=out)
-        for name, indices, partials in placement.packed[1]:
-            self._kernels[name](q, k, v, *indices, *factors, *values, *partials, out, lse)
-        return (out, lse) if return_lse else out
+        elif accepted.out is None or not is_alike(out, accepted.out):
+            self._check_out(plan, out)
+            accepted.out = signature(out)
+        written = self._lse(plan, accepted, lse, return_lse)
+        if self._is_ragged or not (k.shape[0] and v.shape[0]):
+            k, v = self._as_pages(k), self._as_pages(v)
+        for kernel, arguments in accepted.launches:
+            kernel(q, k, v, *arguments, out, written)
+        return (out, written) if return_lse else out
+
+    def _accept(
+        self,
+        plan: Plan,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        lse_base: str,
+        scales: Scales,
+        params: Mapping[str, Any],
+    ) -> AcceptedRun:
+        """Check inputs and options, and have runs like this one pass at once."""
+        spec, placement, (q, k, v) = self._spec, plan.placement, inputs
+        for name, cache, expected in zip("kv", (k, v), self._cache_shapes, strict=True):
+            check_tensor(name, cache, expected, self._kv_dtype, placement.device)
+        self._check_tokens(k, v, plan)
+        shape = (plan.nnz_qo, spec.num_qo_heads, spec.head_dim_qk)
+        check_tensor("q", q, shape, self._q_dtype, placement.device)
+        if self._needs_rows and not has_contiguous_rows(q, k, v):
+            check_rows(q=q, k=k, v=v)
+        if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
+            raise SpecError(f"lse_base={lse_base!r} must be one of {tuple(LSE_SCALES)}")
+        values = self._values(plan, params) if params or self._params else []
+        factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
+        launches = self._launches(plan, factors, values)
+        accepted = AcceptedRun(inputs, scales, lse_base, params, launches)
+        if is_plain(scales, params) and not is_capturing(placement.device):
+            placement.accepted = accepted
+        return accepted
+
+    def _launches(self, plan: Plan, factors: tuple[Any, ...], values: list[Any]) -> Launches:
+        """Return kernels, and what they take between their inputs and outputs."""
+        launches = []
+        for launch in plan.placement.launches:
+            indices, partials = launch.packed
+            arguments = (*indices, *factors, *values, *partials)
+            launches.append((self._kernels[launch.family], arguments))
+        return launches
 
     def launcher(
         self,
@@ -115,12 +139,11 @@ class Executor:
         lse: torch.Tensor,
     ) -> Callable[[], None]:
         """Return a function that launches the kernels and does nothing else, to be timed."""
-        values = self._values(plan, {})
         factors = (*self._factors(plan.placement, None, None, None, None), 1.0)
-        inputs = (q, *self._caches(kv, plan))
+        k, v = map(self._as_pages, self._pair(kv))
         launches = [
-            (self._kernels[name], (*inputs, *indices, *factors, *values, *partials, out, lse))
-            for name, indices, partials in plan.placement.packed[1]
+            (kernel, (q, k, v, *arguments, out, lse))
+            for kernel, arguments in self._launches(plan, factors, self._values(plan, {}))
         ]
 
         def launch() -> None:
@@ -142,41 +165,48 @@ class Executor:
         placement = plan.placement
         return run_values(self._params, params, placement.params, sizes, placement.device)
 
-    def _caches(
-        self, kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor], plan: Plan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V as ``[pages, page_size, heads, dim]`` or ``[pages, heads, ...]``."""
+    def _check_out(self, plan: Plan, out: torch.Tensor) -> None:
         spec = self._spec
+        shape = (plan.nnz_qo, spec.num_qo_heads, spec.dim_vo)
+        check_tensor("out", out, shape, self._o_dtype, plan.placement.device)
+        if self._needs_rows and not has_contiguous_rows(out):
+            check_rows(out=out)
+
+    def _lse(
+        self, plan: Plan, accepted: AcceptedRun, lse: torch.Tensor | None, return_lse: bool
+    ) -> Any:
+        """Return where to write the LSE: what was given, new memory, or what nobody reads."""
+        if lse is None and not return_lse:
+            return plan.placement.unread_lse(plan.nnz_qo, self._spec.num_qo_heads)
+        if not self._use_softmax:
+            raise VariantError("without softmax there is no LSE; run without return_lse and lse")
+        shape, device = (plan.nnz_qo, self._spec.num_qo_heads), plan.placement.device
+        if lse is None:
+            if accepted.lse is None:
+                accepted.lse = torch.empty((1, 1), dtype=torch.float32, device=device).expand(shape)
+            return torch.empty_like(accepted.lse, memory_format=torch.contiguous_format)
+        check_tensor("lse", lse, shape, torch.float32, device)
+        if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
+            raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
+        return lse
+
+    def _pair(
+        self, kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, which may come in one tensor."""
+        if type(kv) is tuple and len(kv) == 2:
+            return kv
         if isinstance(kv, torch.Tensor):
-            if not spec.is_paged or kv.ndim != 5 or kv.shape[1] != 2:
+            if self._is_ragged or kv.ndim != 5 or kv.shape[1] != 2:
                 raise ShapeError(
                     f"kv has shape {tuple(kv.shape)}; pass a (k, v) tuple, or a paged cache of "
                     "[num_pages, 2, ...] with 5 axes"
                 )
             k, v = kv.unbind(1)
-        else:
-            if not isinstance(kv, (tuple, list)) or len(kv) != 2:
-                raise DTypeError(f"kv must be a (k, v) tuple or a fused cache, got {type(kv)}")
-            k, v = kv
-        self._check_caches(k, v, plan.placement.device)
-        return self._located(k, v, plan)
-
-    def _check_caches(self, k: torch.Tensor, v: torch.Tensor, device: torch.device) -> None:
-        """Check K and V; contiguous ones of the shapes of the run before pass at once."""
-        dtype = self._kv_dtype
-        if (
-            type(k) is type(v) is torch.Tensor
-            and (k.shape, v.shape) == self._accepted
-            and k.dtype is dtype is v.dtype
-            and k.device == device == v.device
-            and k.is_contiguous()
-            and v.is_contiguous()
-        ):
-            return
-        of_k, of_v = self._cache_shapes
-        check_tensor("k", k, of_k, dtype, device)
-        check_tensor("v", v, of_v, dtype, device)
-        self._accepted = k.shape, v.shape
+            return k, v
+        if not isinstance(kv, (tuple, list)) or len(kv) != 2:
+            raise DTypeError(f"kv must be a (k, v) tuple or a fused cache, got {type(kv)}")
+        return kv[0], kv[1]
 
     def _cache_shape(self, dim: int) -> tuple[int | None, ...]:
         spec = self._spec
@@ -184,26 +214,33 @@ class Executor:
         shape = (heads, tokens, dim) if spec.kv_layout == "HND" else (tokens, heads, dim)
         return (None, *shape) if spec.is_paged else shape
 
-    def _located(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check that every token planned for exists, and view ragged K/V as pages of one token."""
-        if self._spec.is_paged:
-            k_pages, v_pages = k.shape[0], v.shape[0]
-            pages = k_pages if k_pages < v_pages else v_pages  # in a run, calls are not free
+    def _check_tokens(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        """Raise `PlanError` unless every token planned for exists."""
+        if not self._is_ragged:
+            pages = min(k.shape[0], v.shape[0])
             if plan.max_page >= pages:
                 raise PlanError(
                     f"kv has {pages} pages, the plan refers to page {plan.max_page}; "
                     "pass the cache the page table belongs to"
                 )
-            return k, v
+            return
         axis = 1 if self._spec.kv_layout == "HND" else 0
         tokens = min(k.shape[axis], v.shape[axis])
         if plan.num_kv_tokens > tokens:
             raise PlanError(f"kv has {tokens} tokens, the plan covers {plan.num_kv_tokens}")
-        if axis:
-            return k.transpose(0, 1).unsqueeze(2), v.transpose(0, 1).unsqueeze(2)
-        return k.unsqueeze(1), v.unsqueeze(1)
+
+    def _as_pages(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return K or V as ``[pages, page_size, heads, dim]`` or ``[pages, heads, ...]``.
+
+        Ragged ones have pages of one token. On a GPU there is one page at least, if only to be read
+        by nobody: it must be able to copy from there.
+        """
+        if self._is_ragged:
+            by_token = cache.transpose(0, 1) if self._spec.kv_layout == "HND" else cache
+            cache = by_token.unsqueeze(2 if self._spec.kv_layout == "HND" else 1)
+        if self._needs_rows and not cache.shape[0]:
+            return cache.new_zeros(1, *cache.shape[1:])
+        return cache
 
     @staticmethod
     def _factor(name: str, value: Any, placement: Placement) -> float:
@@ -216,18 +253,13 @@ class Executor:
     def _factors(
         self, placement: Placement, sm_scale: Any, q_scale: Any, k_scale: Any, v_scale: Any
     ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        ones, of_heads = placement.packed[0], self._head_scales.of
+        ones, of_heads = placement.packed_ones, self._head_scales.of
         return (
             ones if k_scale is None else of_heads("k_scale", k_scale, placement),
             ones if v_scale is None else of_heads("v_scale", v_scale, placement),
             self._sm_scale if sm_scale is None else self._factor("sm_scale", sm_scale, placement),
             1.0 if q_scale is None else self._factor("q_scale", q_scale, placement),
         )
-
-
-def _not_empty(cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache that has an address, if only of one page: a GPU must be able to copy it."""
-    return cache if cache.shape[0] else cache.new_zeros(1, *cache.shape[1:])
 
 
 def check_tensor(

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tvm_attn.errors import PlanError
-from tvm_attn.runtime.buffers import Ints
+from tvm_attn.runtime.buffers import Block, Layout, Pool
+from tvm_attn.runtime.device_memory import DeviceMemory, States, states_of
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, Plan, WorkList, in_order
-from tvm_attn.runtime.staging import Room
+from tvm_attn.runtime.plan import Family, WorkList, in_order
+from tvm_attn.runtime.shelf import Extent, Units
 from tvm_attn.runtime.workspace import (
-    BATCH,
+    LISTS,
     Counts,
     PlanLimits,
     batch_sizes,
@@ -28,13 +28,11 @@ from tvm_attn.runtime.workspace import (
     work_sizes,
 )
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.worklist import HEADER_WORDS, MERGE_WORDS
+from tvm_attn.worklist import HEADER_WORDS
 
 if TYPE_CHECKING:
     from tvm_attn.runtime.device_plan import DevicePlanner
 
-LAST = "kv_indices"
-"""The array that is copied last, since a batch may use little of it."""
 WORDS = 2
 """Words that the CTAs of a device's planner share."""
 
@@ -58,7 +56,7 @@ class Terms:
     max_qo_len: int
 
 
-class FixedMemory:
+class FixedMemory(DeviceMemory):
     """The device memory of a plan with limits.
 
     Parameters
@@ -76,18 +74,21 @@ class FixedMemory:
 
     Attributes
     ----------
-    families : tuple of Family
-        Those of `counts`.
     counts : dict of Family to Counts
         As given.
     room : Room
         Where the arrays are; behind those that are copied, what planning on a device takes.
-    ones : torch.Tensor
-        float32 ``[num_kv_heads]``.
+    launches : list of Launch
+        One launch of each family.
+    states : tuple of torch.Tensor
+        Their partial states.
+    queues : tuple of int, optional
+        Queues of each family of the kernel, once a batch on the host has been planned.
     device_planner : DevicePlanner, optional
         Plans here, once a batch on the device has been planned.
     """
 
+    queues: tuple[int, ...] | None = None
     device_planner: DevicePlanner | None = None
 
     def __init__(
@@ -98,69 +99,59 @@ class FixedMemory:
         device: torch.device,
         workspace: torch.Tensor | None,
     ):
-        self.terms = terms
-        self.device = device
-        self.ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device)
-        self.families = tuple(counts)
-        self.counts = counts
-        self._params: dict[str, list[Any]] | None = None
         shapes: dict[Any, tuple[int, ...]] = {
             (family, name): shape
             for family, of_family in counts.items()
             for name, shape in work_sizes(of_family).items()
         }
-        batch = batch_sizes(spec, terms.limits)
-        shapes.update({name: batch[name] for name in BATCH if name != LAST})
-        shapes[LAST] = batch[LAST]
+        shapes.update(batch_sizes(spec, terms.limits))
+        lists = {family: tuple((family, name) for name in LISTS) for family in counts}
+        self._pool = Pool(Layout(shapes, lists), pinned=device.type == "cuda")
         shapes.update({"header": (HEADER_WORDS,), "words": (WORDS,)})
         for family, of_family in counts.items():
             for name, shape in scratch_sizes(of_family).items():
                 shapes[family, name] = shape
-        self.room = Room(device, shapes)
+        super().__init__(spec, device, Layout(shapes, lists))
+        self.terms = terms
+        self.counts = counts
+        self._params: dict[str, list[Any]] | None = None
         slots = [(family, of_family.slots) for family, of_family in counts.items()]
         states = partial_states(spec, slots, workspace, device)
-        self._partials = dict(zip(counts, states, strict=True))
+        self.launches = self._all_launches(dict(zip(counts, states, strict=True)))
+        self.states = states_of(self.launches)
 
-    @property
-    def memory(self) -> tuple[torch.Tensor, ...]:
-        """What the plan owns."""
-        states = [state for pair in self._partials.values() for state in pair]
-        return (self.room.block, self.ones, *states)
-
-    @property
-    def launches(self) -> list[Launch]:
-        """One launch of each family, which reads what is copied here."""
-        of = self.room.of
-        batch = tuple(of(name) for name in BATCH)
-        lists = ("items", "cta_indptr", "merge_items", "merge_indptr")
+    def _all_launches(self, states: dict[Family, States]) -> list[Launch]:
+        """Return a launch of each family, however little it has to do."""
         return [
-            Launch(
-                family.name,
-                (*(of((family, name)) for name in lists), *batch),
-                (
-                    *self._partials[family],
-                    of((family, "arrivals")),
-                    *family.arguments(follows=place > 0),
-                ),
-            )
+            self.launch(family, self.counts[family].num_ctas, place > 0, states[family])
             for place, family in enumerate(in_order(self.counts))
         ]
 
-    def fill(self, plan: Plan) -> None:
-        """Copy a plan's arrays here, on the current stream, without waiting for anything.
+    @property
+    def fixed(self) -> FixedMemory | None:
+        """Itself."""
+        return self
 
-        Raises
-        ------
-        PlanError
-            If it has parameters that a captured kernel would not see.
-        """
-        self.check_params(plan.params)
-        arrays: dict[Any, Ints] = dict(zip(BATCH, plan.batch, strict=True))
-        work = {each.family: each for each in plan.work}
-        for family, of_family in self.counts.items():
-            for name, array in _work_arrays(work.get(family), of_family).items():
-                arrays[family, name] = array
-        self.room.fill(arrays)
+    def unread_lse(self, rows: int) -> Any:
+        """Return room for the LSE of any batch within the limits, packed."""
+        return super().unread_lse(max(rows, self.terms.limits.max_qo_tokens))
+
+    def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
+        """Copy a plan here from its block; families that it has no work for get none."""
+        if len(block.used) > len(works):
+            for family in block.used.difference(work.family for work in works):
+                for array in block.lists[family][0]:
+                    array[:] = 0
+            block.used = {work.family for work in works}
+        super().fill(block, works, pages)
+
+    def take(self, extent: Extent) -> Block:
+        """Return memory of the host for a batch within the limits."""
+        return self._pool.take()
+
+    def fitting(self, block: Block, units: Units) -> Block:
+        """Return the block: it has room for the work of any batch within the limits."""
+        return block
 
     def check_params(self, params: dict[str, list[Any]]) -> None:
         """Raise `PlanError` if a kernel that was captured would not see a plan's parameters."""
@@ -173,27 +164,6 @@ class FixedMemory:
                     f"{name}={self._params[name][0]}; make another plan"
                 )
         self._params = params
-
-
-def _work_arrays(work: WorkList | None, counts: Counts) -> dict[str, Ints]:
-    """Return the arrays of a work list as kernels read them however many units are cut."""
-    merge_items = np.zeros((counts.merges, MERGE_WORDS), np.int32)
-    merge_indptr = np.zeros(counts.merges + 1, np.int32)
-    arrays = {
-        "merge_items": merge_items,
-        "cta_indptr": np.zeros(counts.num_ctas + 1, np.int32),
-        "merge_indptr": merge_indptr,
-        "arrivals": np.zeros(counts.merges, np.int32),
-    }
-    if work is None:
-        return arrays
-    used = len(work.merge_items)
-    merge_items[:used] = work.merge_items
-    merge_indptr[: used + 1] = work.merge_indptr
-    merge_indptr[used + 1 :] = work.num_slots
-    arrays["cta_indptr"][: work.num_ctas] = work.cta_indptr[:-1]
-    arrays["cta_indptr"][work.num_ctas :] = work.cta_indptr[-1]
-    return {**arrays, "items": work.items}
 
 
 def families_of(

@@ -49,6 +49,14 @@ def batch_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR:
     return bsr
 
 
+def plain_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR | None:
+    """Return the format of a page table of int32 vectors on the host, None if it is any other."""
+    qo_indptr, kv_indptr, kv_indices, last, q_pos_offset, kv_pos_offset = given.values()
+    if spec.page_size is None or q_pos_offset is not None or kv_pos_offset is not None:
+        return None
+    return BSR.of_plain(qo_indptr, kv_indptr, kv_indices, last, spec.page_size)
+
+
 def check_on_host(bsr: BSR) -> None:
     """Raise `ShapeError` unless a batch is on the host."""
     if not bsr.qo_indptr.is_cpu:

@@ -11,23 +11,20 @@ import torch
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
-from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
+from tvm_attn.runtime.buffers import Block, Ints, pack_host
 from tvm_attn.runtime.partition import overlaps, queues_beside
-from tvm_attn.runtime.plan import Family, Plan, WorkList, wide
+from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
 from tvm_attn.runtime.sharing import UNCUT, Work, share_out
+from tvm_attn.runtime.shelf import Extent, Shelf, Store, Units
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import (
     ALONE,
-    HEADER_WORDS,
-    ITEM_WORDS,
     MERGE_TOKENS,
-    MERGE_WORDS,
     Header,
     Status,
 )
 
 Params = dict[str, list[Any]]
-NONE = torch.empty(0, dtype=torch.int32)
 MAX_ROWS = 2**31 - 1
 KV_LEN = 3
 """Place of the lengths in a plan's arrays of a batch."""
@@ -80,7 +77,9 @@ class Inspector:
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._bytes = row_bytes
-        self._pool = BufferPool()
+        self._shelf = Shelf(families, num_kv_heads)
+        self._none = pack_host(torch.empty(0, dtype=torch.int32))
+        self._ctas: dict[tuple[int, ...], dict[Family, int]] = {}
 
     def plan(
         self,
@@ -89,52 +88,71 @@ class Inspector:
         bind: Callable[[Plan], Params],
         fixed_split: int,
         num_ctas: Sequence[int],
+        store: Store | None = None,
     ) -> Plan:
         """Check a batch and plan its work.
 
         `bind` returns the plan-time parameters once the batch is known to be valid; `num_ctas` are
-        the CTAs of the machine for each family.
+        the CTAs of the machine for each family. The plan is written to memory of `store`, or to
+        memory of the host's.
 
         Raises
         ------
         PlanError
             If the arrays do not describe a valid batch; nothing is kept of it.
         """
-        buffers = self._pool.take()
-        header = buffers.take("header", HEADER_WORDS)
-        batch = self._derive(bsr, header, buffers)
-        words = header.tolist()
+        store = store or self._shelf
+        pages = 0 if bsr.kv_indices is None else bsr.kv_indices.shape[0]
+        extent = Extent(bsr.batch_size, pages, tuple(num_ctas))
+        block = store.take(extent)
+        words = self._derive(bsr, block)
         if words[Header.STATUS] != Status.OK:
+            block.give_back()
             raise_status(words, bsr)
-        plan = Plan(owner, words, batch, buffers, self._pool)
+        units = self._units(words, fixed_split)
+        fitting = store.fitting(block, units)
+        if fitting is not block:
+            block = fitting
+            self._derive(bsr, block)
+        plan = Plan(owner, words, _batch_of(block, bsr), block)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
-        ctas = dict(zip(self._all_families, num_ctas, strict=True))
-        for index, units in enumerate(self._units(plan, words)):
-            if units:
-                family, split = self._families[index], fixed_split
-                if index == 0 and not fixed_split:
-                    family, split = self._choose(plan, family, units, ctas)
-                given = (plan, family, index, values, split, buffers)
-                work = self._deal(*given, (units, self._num_kv_heads, ctas[family]))
-                if not work.items.size:
-                    continue
-                plan.work.append(work)
-                if overlaps(family, plan.work[0].family):
-                    few = queues_beside(work, plan.work[0])
-                    if few < work.num_ctas:
-                        plan.work[-1] = self._deal(*given, (units, self._num_kv_heads, few))
+        ctas = self._ctas_of(extent.num_ctas)
+        for index in range(len(self._families)):
+            count, pieces = units[index], units[len(self._families) + index]
+            if not count:
+                continue
+            family, split = self._families[index], fixed_split
+            if index == 0 and not fixed_split:
+                family, split = self._choose(plan, family, count, ctas)
+            given = (plan, family, index, values, split, block)
+            work = self._deal(*given, (count, self._num_kv_heads, ctas[family], pieces))
+            if not work.items.size:
+                continue
+            plan.work.append(work)
+            if overlaps(family, plan.work[0].family):
+                few = queues_beside(work, plan.work[0])
+                if few < work.num_ctas:
+                    plan.work[-1] = self._deal(*given, (count, self._num_kv_heads, few, pieces))
         return plan
+
+    def _ctas_of(self, num_ctas: tuple[int, ...]) -> dict[Family, int]:
+        """Return the CTAs of each family by family."""
+        found = self._ctas.get(num_ctas)
+        if found is None:
+            found = dict(zip(self._all_families, num_ctas, strict=True))
+            self._ctas[num_ctas] = found
+        return found
 
     def _choose(
         self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
     ) -> tuple[Family, int]:
         """Return the family, or one in clusters that takes its place in a batch, and its split."""
-        units = units * self._num_kv_heads
-        queues = {each: ctas[each] for each in (*self._clusters, family) if ctas[each]}
         is_decoding = plan.max_qo_len * self._group_size <= family.rows
         if not self._clusters or not is_decoding:
             return family, 0
+        units = units * self._num_kv_heads
+        queues = {each: ctas[each] for each in (*self._clusters, family) if ctas[each]}
         if len(queues) <= len(self._clusters):  # a device's planner has to come to the same
             return self._choose_simply(plan, queues, units)
         if units > ctas[family] or not plan.max_kv_len:
@@ -165,38 +183,41 @@ class Inspector:
         tokens = plan.num_kv_tokens * self._num_kv_heads
         return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
 
-    def _units(self, plan: Plan, words: list[int]) -> list[int]:
-        """Bound the units of each family: those that are sure to have none have 0."""
-        longest = plan.max_qo_len * self._group_size
-        counts = [words[Header.UNITS_SHORT] * (longest > rows) for rows in self._bounds[:-2]]
-        return [*counts, words[Header.UNITS_LONG]]
+    def _units(self, words: list[int], fixed_split: int) -> Units:
+        """Bound the units of each family, and their pieces: what is sure to have none has 0."""
+        longest = words[Header.MAX_QO_LEN] * self._group_size
+        short = words[Header.UNITS_SHORT]
+        counts = [short if longest > rows else 0 for rows in self._bounds[:-2]]
+        counts.append(words[Header.UNITS_LONG])
+        if not fixed_split:
+            return (*counts, *[0] * len(counts))
+        tokens = wide(words, Header.NUM_TOKENS_LO)
+        tiles = [1] * (len(counts) - 1) + [-(-longest // self._families[-1].rows)]
+        pieces = (
+            sizes.split_pieces(count, most, tokens, fixed_split)
+            for count, most in zip(counts, tiles, strict=True)
+        )
+        return (*counts, *pieces)
 
-    def _derive(self, bsr: BSR, header: Ints, buffers: Buffers) -> list[Ints]:
-        size = bsr.batch_size
-        indices = NONE if bsr.kv_indices is None else bsr.kv_indices
-        batch = [
-            buffers.take("qo_indptr", size + 1),
-            buffers.take("kv_indptr", size + 1),
-            buffers.take("kv_indices", indices.shape[0]),
-            buffers.take("kv_len", size),
-            buffers.take("q_pos_offset", size),
-            buffers.take("kv_pos_offset", size),
-        ]
+    def _derive(self, bsr: BSR, block: Block) -> list[int]:
+        """Check a batch, and write it to a block; return the planner's header."""
+        of, none = block.packed, self._none
         self._plan_batch(
             bsr.qo_indptr,
             bsr.kv_indptr,
-            indices,
-            NONE if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
-            NONE if bsr.q_pos_offset is None else bsr.q_pos_offset,
-            NONE if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
+            none if bsr.kv_indices is None else bsr.kv_indices,
+            none if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
+            none if bsr.q_pos_offset is None else bsr.q_pos_offset,
+            none if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
             bsr.page_size or 1,
             self._group_size,
             self._families[-2].rows,
             self._families[-1].rows,
-            *batch,
-            header,
+            *map(of.__getitem__, BATCH),
+            block.packed_header,
         )
-        return batch
+        words: list[int] = block.header.tolist()
+        return words
 
     def _deal(
         self,
@@ -205,33 +226,31 @@ class Inspector:
         index: int,
         values: list[Any],
         fixed_split: int,
-        buffers: Buffers,
-        counts: tuple[int, int, int],
+        block: Block,
+        counts: tuple[int, int, int, int],
     ) -> WorkList:
-        units, num_kv_heads, num_ctas = counts
-        pieces = self._pieces(plan, index, units, fixed_split)
-        max_slots = sizes.max_slots(*counts, pieces)
-        items, cta_indptr, merge_items, merge_indptr, scratch = _work_arrays(
-            buffers, family.name, *counts, pieces
-        )
-        header = buffers.take("header", HEADER_WORDS)
-        qo_indptr, _, _, kv_len, q_pos_offset, kv_pos_offset = plan.batch
+        units, num_kv_heads, num_ctas, pieces = counts
+        arrays, packed = block.lists[family]
+        block.used.add(family)
+        of = block.packed
         self._plan_work(
-            qo_indptr, kv_len, q_pos_offset, kv_pos_offset,
+            of["qo_indptr"], of["kv_len"], of["q_pos_offset"], of["kv_pos_offset"],
             *values,
             plan.batch_size, num_kv_heads, family.cached_tokens, num_ctas, self._group_size,
             self._bounds[index] + 1, self._bounds[index + 1],
-            family.rows, family.block, family.overhead, fixed_split, max_slots,
-            scratch, items, cta_indptr, merge_items, merge_indptr, header,
+            family.rows, family.block, family.overhead, fixed_split, sizes.max_slots(*counts),
+            block.scratch(sizes.scratch_words(units, num_ctas, pieces)), *packed,
+            block.packed_header,
         )  # fmt: skip
-        words = header.tolist()
+        words = block.header.tolist()
         if words[Header.STATUS] != Status.OK:
             raise RuntimeError(f"the planner overran its buffers: {Status(words[Header.STATUS])}")
+        items, cta_indptr, merge_items, merge_indptr = arrays
         merges = words[Header.NUM_MERGES]
         return WorkList(
             family,
             items[: words[Header.NUM_ITEMS]],
-            cta_indptr,
+            cta_indptr[: num_ctas + 1],
             merge_items[:merges],
             merge_indptr[: merges + 1],
             words[Header.NUM_SLOTS],
@@ -239,28 +258,20 @@ class Inspector:
             wide(words, Header.TOTAL_LOAD_LO),
         )
 
-    def _pieces(self, plan: Plan, index: int, units: int, fixed_split: int) -> int:
-        if not fixed_split:
-            return 0
-        is_last = index + 1 == len(self._families)
-        rows = plan.max_qo_len * self._group_size
-        tiles = -(-rows // self._families[index].rows) if is_last else 1
-        return sizes.split_pieces(units, tiles, plan.num_kv_tokens, fixed_split)
 
-
-def _work_arrays(
-    buffers: Buffers, family: str, units: int, num_kv_heads: int, num_ctas: int, pieces: int
-) -> tuple[Ints, ...]:
-    """Return items, cta_indptr, merge_items, merge_indptr and scratch for that much work."""
-    items = sizes.max_items(units, num_kv_heads, num_ctas, pieces)
-    merges = sizes.max_merges(units, num_kv_heads, num_ctas, pieces)
-    return (
-        buffers.take(f"{family} items", items, ITEM_WORDS),
-        buffers.take(f"{family} cta_indptr", num_ctas + 1),
-        buffers.take(f"{family} merge_items", merges, MERGE_WORDS),
-        buffers.take(f"{family} merge_indptr", merges + 1),
-        buffers.take("scratch", sizes.scratch_words(units, num_ctas, pieces)),
-    )
+def _batch_of(block: Block, bsr: BSR) -> list[Ints]:
+    """Return the arrays of a batch that was written to a block."""
+    size, of = bsr.batch_size, block.arrays
+    kv_indptr = of["kv_indptr"][: size + 1]
+    pages = 0 if bsr.kv_indices is None else int(kv_indptr[size])
+    return [
+        of["qo_indptr"][: size + 1],
+        kv_indptr,
+        of["kv_indices"][:pages],
+        of["kv_len"][:size],
+        of["q_pos_offset"][:size],
+        of["kv_pos_offset"][:size],
+    ]
 
 
 def raise_status(words: list[int], bsr: BSR) -> NoReturn:

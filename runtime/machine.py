@@ -36,6 +36,9 @@ class Machine(Protocol):
     ) -> FixedMemory | None:
         """Return memory that a plan keeps when it is replanned, where graphs may read it."""
 
+    def check_capture(self, device: torch.device) -> None:
+        """Raise `PlanError` while a graph is captured that a plan made on the host cannot be in."""
+
     def place(
         self,
         plan: Plan,
@@ -111,6 +114,9 @@ class CpuMachine:
     ) -> FixedMemory | None:
         """Return nothing: there are no graphs."""
         return None
+
+    def check_capture(self, device: torch.device) -> None:
+        """Do nothing: there are no graphs."""
 
     def place(
         self,

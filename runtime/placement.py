@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.device import on_device
+from tvm_attn.runtime.device import current_index, on_device
 
 if TYPE_CHECKING:
+    from tvm_attn.runtime.accepted import AcceptedRun
+    from tvm_attn.runtime.device_memory import DeviceMemory
     from tvm_attn.runtime.fixed import FixedMemory
 
 
-class Launch(NamedTuple):
+@dataclass(eq=False)
+class Launch:
     """What the launch of one family's kernel takes of a plan.
 
     ``indices`` are the work list and the batch, ``partials`` the room for partial states (and, on
@@ -25,6 +28,20 @@ class Launch(NamedTuple):
     family: str
     indices: tuple[Any, ...]
     partials: tuple[Any, ...]
+
+    @cached_property
+    def packed(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Both, with what is on a GPU as tensors that are passed fastest."""
+        return tuple(map(pack, self.indices)), tuple(map(pack, self.partials))
+
+
+def pack(value: Any) -> Any:
+    """Return a tensor on a GPU as one that is passed fastest, and anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(value)
 
 
 @dataclass
@@ -44,9 +61,13 @@ class Placement:
     stream : torch.cuda.Stream, optional
         Of a GPU: the stream that work on these arrays was last queued on.
     memory : tuple of torch.Tensor
-        Of a GPU: the memory that the plan owns.
-    fixed : FixedMemory, optional
-        Of a GPU: where the arrays of a plan with limits stay.
+        Of a GPU: the memory that the plan owns besides `there`.
+    there : DeviceMemory, optional
+        Of a GPU: where the arrays are.
+    accepted : AcceptedRun, optional
+        The last run that was checked.
+    moved : bool
+        Whether it is used on another stream than it was made for.
     """
 
     device: torch.device
@@ -55,40 +76,28 @@ class Placement:
     ones: torch.Tensor
     stream: torch.cuda.Stream | None = None
     memory: tuple[torch.Tensor, ...] = ()
-    fixed: FixedMemory | None = None
+    there: DeviceMemory | None = None
+    accepted: AcceptedRun | None = None
+    moved: bool = False
     _unread: torch.Tensor | None = None
 
     @cached_property
-    def packed(self) -> tuple[Any, list[Launch]]:
-        """`ones` and `launches` with what is on a GPU as tensors that are passed fastest."""
-        if self.device.type != "cuda":
-            return self.ones, self.launches
-        import tvm_ffi
+    def packed_ones(self) -> Any:
+        """`ones` as they are passed fastest."""
+        return pack(self.ones)
 
-        def pack(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(
-                tvm_ffi.from_dlpack(value) if isinstance(value, torch.Tensor) else value
-                for value in values
-            )
+    @property
+    def fixed(self) -> FixedMemory | None:
+        """Where the arrays of a plan with limits stay."""
+        return None if self.there is None else self.there.fixed
 
-        [ones] = pack((self.ones,))
-        return ones, [Launch(each[0], *map(pack, each[1:])) for each in self.launches]
-
-    def unread_lse(self, shape: tuple[int, int]) -> torch.Tensor:
-        """Return room for an LSE that nobody reads, kept for other runs on the same stream.
-
-        What a graph writes lives as long as the graph: while one is captured, it is its own.
-        """
-        if self._unread is not None and self._unread.shape == shape and not self._is_captured():
-            return self._unread
-        unread = torch.empty(shape, dtype=torch.float32, device=self.device)
-        if not self._is_captured():
-            self._unread = unread
-        return unread
-
-    def _is_captured(self) -> bool:
-        """Whether a graph is captured on the current stream, of the plan's device."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def unread_lse(self, rows: int, heads: int) -> Any:
+        """Return room for an LSE of so many rows at least that nobody reads."""
+        if self.there is not None:
+            return self.there.unread_lse(rows)
+        if self._unread is None:
+            self._unread = torch.empty((rows, heads), dtype=torch.float32)
+        return self._unread
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.
@@ -99,15 +108,16 @@ class Placement:
         if self.stream is None or stream == self.stream or is_capturing(self.device):
             return
         stream.wait_stream(self.stream)
-        for memory in self.memory:
+        for memory in (*self.memory, *(() if self.there is None else self.there.memory)):
             memory.record_stream(stream)
-        self._unread = None
-        self.stream = stream
+        self.stream, self.moved = stream, True
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured on the device's current stream."""
     if device.type != "cuda":
         return False
+    if current_index() == device.index:
+        return torch.cuda.is_current_stream_capturing()
     with on_device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tvm_attn.runtime.buffers import BufferPool, Buffers, Ints
+from tvm_attn.runtime.buffers import Block, Ints
 from tvm_attn.runtime.gantt import gantt_svg, gantt_text
 from tvm_attn.runtime.placement import Placement
 from tvm_attn.worklist import Header
@@ -48,6 +48,10 @@ class Family:
     schedule: str = "cpu"
     cached_tokens: int = 0
     cluster: int = 0
+
+    def __hash__(self) -> int:
+        """Return a hash that takes little time: plans look their families up."""
+        return hash(self.name) + self.cluster
 
     def arguments(self, follows: bool) -> tuple[int, ...]:
         """Return what the kernel is told besides the plan; it may follow another one of its run."""
@@ -157,6 +161,8 @@ class Plan:
         One work list for each family of query tiles that has requests.
     params : dict of str to list
         The plan-time parameters as they were given, by parameter: numbers, and arrays on the host.
+    block : Block, optional
+        The memory that `batch` and `work` are in.
     placement : Placement
         The same as kernels read it.
     """
@@ -168,11 +174,10 @@ class Plan:
         owner: object,
         header: list[int],
         batch: list[Ints],
-        buffers: Buffers,
-        pool: BufferPool,
+        block: Block | None = None,
     ):
         self.owner = owner
-        self._buffers, self._pool = buffers, pool
+        self.block = block
         self.batch = batch
         self.work: list[WorkList] = []
         self.params: dict[str, list[Any]] = {}
@@ -198,6 +203,13 @@ class Plan:
         """``qo_len, kv_len [batch]``: tokens of each request."""
         return np.diff(self.batch[0]), self.batch[KV_LEN]
 
+    def placed(self, name: str) -> torch.Tensor:
+        """Return an array of the batch as kernels read it: behind its entries there may be room."""
+        there = self.placement.there
+        if there is not None:
+            return there.room.of(name)
+        return torch.from_numpy(self.batch[BATCH.index(name)])
+
     def replace_by(self, other: Plan) -> None:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
@@ -205,8 +217,14 @@ class Plan:
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""
-        if "_pool" in self.__dict__:
-            self._pool.give(self._buffers)
+        block, placement = map(self.__dict__.get, ("block", "placement"))
+        if block is None:
+            return
+        if placement is not None and placement.moved:
+            block.device_memory = None  # which another stream uses
+        elif block.device_memory is not None:
+            block.device_memory.rest()
+        block.give_back()
 
     def check(self) -> None:
         """Raise what planning on a device found wrong; a plan made on the host is always right."""
@@ -223,8 +241,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON: the batch, and each CTA's queue."""
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
-        batch = {n: a.tolist() for n, a in zip(names, self.batch, strict=True)}
+        batch = {n: a.tolist() for n, a in zip(BATCH, self.batch, strict=True)}
         work = [
             {
                 "family": w.family.name,
@@ -251,8 +268,10 @@ class Plan:
         return gantt_svg(self.work)
 
 
-KV_LEN = 3
-"""Place of kv_len in `Plan.batch`."""
+BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
+"""Arrays of a batch, in the order in which kernels take them."""
+KV_INDICES, KV_LEN = 2, 3
+"""Places of kv_indices and kv_len in `Plan.batch`."""
 
 
 def wide(header: list[int], low: int) -> int:

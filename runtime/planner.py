@@ -9,13 +9,14 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import DTypeError, LimitError, PlanError
-from tvm_attn.runtime.device import CPU
+from tvm_attn.runtime.device import CPU, stream_handle
 from tvm_attn.runtime.fixed import FixedMemory, Terms
-from tvm_attn.runtime.formats import batch_format, check_on_host, one_gpu, to_host
+from tvm_attn.runtime.formats import batch_format, check_on_host, one_gpu, plain_format, to_host
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.machine import Machine
 from tvm_attn.runtime.params import UNBOUNDED, plan_values
 from tvm_attn.runtime.plan import Family, Plan
+from tvm_attn.runtime.shelf import Shelf, Store
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec, Param
 
@@ -56,6 +57,7 @@ class Planner:
         self._families = families
         self._machine = machine
         self._on_gpu = on_gpu
+        self._shelves: dict[tuple[torch.device, int | None], Shelf] = {}
         self._heads = {"num_qo_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
 
     def plan(
@@ -73,16 +75,20 @@ class Planner:
 
         `arrays` are its index arrays and `params` the variant's parameters, by name.
         """
-        device = CPU
-        if self._on_gpu:
+        device, wanted = CPU, None
+        bsr = plain_format(self._spec, arrays)
+        if self._on_gpu and (bsr is None or params):
             wanted = one_gpu(arrays) if limits is not None or _is_fixed(out) else None
             if wanted is not None:
                 options = (limits, out, workspace, fixed_split_size, max_qo_len)
                 return self._plan_there(owner, arrays, params, wanted, *options)
             arrays, params, wanted = _from_gpu(arrays, params)
-            device = self._machine.plan_device(wanted or _gpu_of(workspace) or _gpu_of(out))
-        bsr = batch_format(self._spec, arrays)
-        check_on_host(bsr)
+        if self._on_gpu:
+            device = self._machine.plan_device(wanted or _gpu_of(workspace, out))
+        if bsr is None:
+            bsr = batch_format(self._spec, arrays)
+            check_on_host(bsr)
+        self._machine.check_capture(device)
         terms = terms_of(limits, fixed_split_size, max_qo_len)
         split = positive("fixed_split_size", fixed_split_size)
         longest = positive("max_qo_len", max_qo_len)
@@ -90,11 +96,12 @@ class Planner:
             terms.limits.check(bsr)
         memory = self._memory(terms, split, device, out, workspace)
         if memory is not None:
-            memory.terms.limits.check(bsr)
+            if terms is None:
+                memory.terms.limits.check(bsr)
             longest = min(filter(None, (longest, memory.terms.max_qo_len)), default=0)
-        plan = self._inspect(owner, bsr, params, split, self._queues(device, memory))
-        if longest and plan.max_qo_len > longest:
-            raise PlanError(f"max_qo_len={longest}, but a request has {plan.max_qo_len} queries")
+        store = self._shelf(device) if memory is None else memory
+        queues = self._queues(device, memory)
+        plan = self._inspect(owner, bsr, params, split, longest, queues, store)
         plan.placement = self._machine.place(plan, device, workspace, memory)
         if out is None:
             return plan
@@ -140,17 +147,37 @@ class Planner:
         bsr: BSR,
         params: Arguments,
         split: int,
-        num_ctas: Sequence[int],
+        longest: int,
+        num_ctas: tuple[int, ...],
+        store: Store,
     ) -> Plan:
         given = {**bsr.index_params, **params} if bsr.index_params else params
 
         def bind(plan: Plan) -> dict[str, list[Any]]:
-            if not given and not self._params:
-                return {}
-            sizes = {**self._heads, "batch": plan.batch_size}
-            return plan_values(self._params, given, plan.lengths, sizes)
+            values = {}
+            if given or self._params:
+                sizes = {**self._heads, "batch": plan.batch_size}
+                values = plan_values(self._params, given, plan.lengths, sizes)
+            if longest and plan.max_qo_len > longest:
+                raise PlanError(
+                    f"max_qo_len={longest}, but a request has {plan.max_qo_len} queries"
+                )
+            return values
 
-        return self._inspector.plan(owner, bsr, bind, split, num_ctas)
+        return self._inspector.plan(owner, bsr, bind, split, num_ctas, store)
+
+    def _shelf(self, device: torch.device) -> Shelf:
+        """Return where memory for plans without limits comes from: a stream has its own.
+
+        What a device has of it is used by one plan after the other, in the order of the stream.
+        """
+        on_gpu = device.type == "cuda"
+        key = (device, stream_handle(device) if on_gpu else None)
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            made = Shelf(self._families, self._spec.num_kv_heads, pinned=on_gpu)
+            shelf = self._shelves[key] = made
+        return shelf
 
     def _memory(
         self,
@@ -171,13 +198,17 @@ class Planner:
             )
         return held
 
-    def _queues(self, device: torch.device, memory: FixedMemory | None) -> list[int]:
+    def _queues(self, device: torch.device, memory: FixedMemory | None) -> tuple[int, ...]:
         """Return how many queues each family has: none in clusters that a plan has no room for."""
-        counts = list(self._machine.num_ctas(device))
-        for i, family in enumerate(self._families):
-            if memory is not None and family.cluster > 1 and family not in memory.families:
-                counts[i] = 0
-        return counts
+        counts = tuple(self._machine.num_ctas(device))
+        if memory is None:
+            return counts
+        if memory.queues is None:
+            memory.queues = tuple(
+                0 if family.cluster > 1 and family not in memory.counts else count
+                for family, count in zip(self._families, counts, strict=True)
+            )
+        return memory.queues
 
 
 def terms_of(
@@ -219,7 +250,11 @@ def _is_fixed(out: Plan | None) -> bool:
     return out is not None and out.placement.fixed is not None
 
 
-def _gpu_of(value: object) -> torch.device | None:
-    """Return the GPU that a tensor or a plan is on, if there is one."""
-    device = value.device if isinstance(value, torch.Tensor | Plan) else None
-    return device if device is not None and device.type == "cuda" else None
+def _gpu_of(*values: torch.Tensor | Plan | None) -> torch.device | None:
+    """Return the GPU that the first of some tensors and plans is on that is on one."""
+    for value in values:
+        if value is not None and isinstance(value, (Plan, torch.Tensor)):
+            device = value.device
+            if device.type == "cuda":
+                return device
+    return None

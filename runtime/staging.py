@@ -7,19 +7,15 @@ it are done, an event for each, so that there is a ring of buffers that grows be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvm_attn.runtime.buffers import Ints
+from tvm_attn.runtime.buffers import ALIGNMENT, Ints, Layout
 from tvm_attn.worklist import READ_BEYOND
-
-ALIGNMENT = 16
-"""Arrays begin at multiples of so many bytes."""
-WORDS = ALIGNMENT // 4
 
 HostArray = Ints | torch.Tensor
 """What is copied: int32 arrays of one or two axes, and tensors of any dtype; all contiguous."""
@@ -78,8 +74,8 @@ class Room:
     ----------
     device : torch.device
         A GPU; on the CPU, copies are immediate.
-    shapes : mapping
-        The largest shape of each array; of the last one, only what is used is copied.
+    layout : Layout
+        Where the arrays are.
 
     Attributes
     ----------
@@ -87,33 +83,36 @@ class Room:
         The memory, zero at first.
     """
 
-    def __init__(self, device: torch.device, shapes: Mapping[Any, tuple[int, ...]]):
-        sizes = (-(-math.prod(shape) // WORDS) * WORDS for shape in shapes.values())
-        *begins, size = accumulate(sizes, initial=0)
-        self._begins: dict[Any, int] = dict(zip(shapes, begins, strict=True))
-        self.block = torch.zeros(max(size, 1), dtype=torch.int32, device=device)
-        self._views = {
-            name: self.block[begin : begin + math.prod(shapes[name])].view(shapes[name])
-            for name, begin in self._begins.items()
-        }
+    def __init__(self, device: torch.device, layout: Layout):
+        self.layout = layout
+        self.block = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._views: dict[Any, torch.Tensor] = {}
 
     def of(self, name: Any) -> torch.Tensor:
         """Return an array, in its largest shape."""
+        if name not in self._views:
+            begin, shape = self.layout.begins[name], self.layout.shapes[name]
+            self._views[name] = self.block[begin : begin + math.prod(shape)].view(shape)
         return self._views[name]
 
     def begin(self, name: Any) -> int:
         """Return the word at which an array begins."""
-        return self._begins[name]
+        return self.layout.begins[name]
 
-    def fill(self, arrays: Mapping[Any, Ints]) -> None:
-        """Copy arrays here, on the current stream; they may change once this has returned."""
-        end = max((self._begins[name] + array.size for name, array in arrays.items()), default=0)
-        staged = torch.empty(end, dtype=torch.int32, pin_memory=self.block.device.type == "cuda")
-        host = staged.numpy()
-        for name, array in arrays.items():
-            begin = self._begins[name]
-            host[begin : begin + array.size] = array.reshape(-1)
-        self.block[:end].copy_(staged, non_blocking=True)
+    def fill(self, host: torch.Tensor) -> None:
+        """Copy the first words here, on the current stream; they are to stay until that is done."""
+        self.block[: len(host)].copy_(host, non_blocking=True)
+
+
+def copy_there(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor on its device's current stream, without waiting; it may then change.
+
+    What is on the host already leaves from a pinned copy.
+    """
+    if values.is_cpu and target.is_cuda:
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        values = pinned.copy_(values)
+    target.copy_(values, non_blocking=True)
 
 
 def _as_bytes(array: HostArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

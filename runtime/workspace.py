@@ -54,14 +54,13 @@ class PlanLimits:
 
         The last entries of the row pointers are trusted here; the planner checks the arrays.
         """
-        page_size = bsr.page_size or 1
-        for name, given, limit in (
-            ("max_batch", bsr.batch_size, self.max_batch),
-            ("max_qo_tokens", int(bsr.qo_indptr[-1]), self.max_qo_tokens),
-            ("max_kv_tokens", int(bsr.kv_indptr[-1]) * page_size, self.max_kv_tokens),
-        ):
-            if given > limit:
-                raise LimitError(self.excess(name, given))
+        qo_tokens, pages = int(bsr.qo_indptr.numpy()[-1]), int(bsr.kv_indptr.numpy()[-1])
+        if bsr.batch_size > self.max_batch:
+            raise LimitError(self.excess("max_batch", bsr.batch_size))
+        if qo_tokens > self.max_qo_tokens:
+            raise LimitError(self.excess("max_qo_tokens", qo_tokens))
+        if pages * (bsr.page_size or 1) > self.max_kv_tokens:
+            raise LimitError(self.excess("max_kv_tokens", pages * (bsr.page_size or 1)))
 
     def excess(self, name: str, given: int) -> str:
         """Say that a batch needs more of something."""
@@ -121,14 +120,19 @@ def family_counts(
         if fixed_split_size:
             tiles = -(-rows // family.rows) if is_last else 1
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
-        counts = (units, spec.num_kv_heads, ctas, pieces)
-        bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
-        found[family] = Counts(ctas, *bounds, units, max(units + ctas, pieces))
+        found[family] = bounds_of(units, spec.num_kv_heads, ctas, pieces)
     return found
 
 
-BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
-"""Arrays of a batch, in the order in which kernels take them."""
+def bounds_of(units: int, num_kv_heads: int, num_ctas: int, pieces: int = 0) -> Counts:
+    """Bound the work list of so many units; `pieces` are those of a fixed split, else 0."""
+    counts = (units, num_kv_heads, num_ctas, pieces)
+    bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
+    return Counts(num_ctas, *bounds, units, max(units + num_ctas, pieces))
+
+
+LAST = "kv_indices"
+"""The array that is copied last, since a batch may use little of it."""
 
 
 def scratch_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
@@ -138,6 +142,10 @@ def scratch_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
         "unit_rows": (counts.units, ITEM_WORDS),
         "piece_rows": (counts.rows, ITEM_WORDS),
     }
+
+
+LISTS = ("items", "cta_indptr", "merge_items", "merge_indptr")
+"""Arrays of a work list, in the order in which kernels take them."""
 
 
 def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
@@ -154,9 +162,17 @@ def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
 def batch_sizes(spec: AttentionSpec, limits: PlanLimits) -> dict[str, tuple[int]]:
     """Return the shapes of a batch's arrays on a device, int32."""
     pages = limits.max_kv_tokens // (spec.page_size or 1) if spec.is_paged else 0
-    requests = dict.fromkeys(("kv_len", "q_pos_offset", "kv_pos_offset"), (limits.max_batch,))
-    indptr = dict.fromkeys(("qo_indptr", "kv_indptr"), (limits.max_batch + 1,))
-    return {**indptr, "kv_indices": (pages,), **requests}
+    return batch_shapes(limits.max_batch, pages)
+
+
+def batch_shapes(requests: int, pages: int) -> dict[str, tuple[int]]:
+    """Return the shapes of the arrays of so many requests and page ids: these come last.
+
+    A batch may use little of the room for page ids, and what is behind its last is not copied.
+    """
+    indptr = dict.fromkeys(("qo_indptr", "kv_indptr"), (requests + 1,))
+    of_each = dict.fromkeys(("kv_len", "q_pos_offset", "kv_pos_offset"), (requests,))
+    return {**indptr, **of_each, LAST: (pages,)}
 
 
 def partial_words(spec: AttentionSpec, family: Family) -> int:

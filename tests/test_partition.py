@@ -10,10 +10,9 @@ from tests.cases import kernel
 from tests.test_cluster_plans import BYTES
 from tests.test_runtime_cuda import SPEC
 from tvm_attn.bsr import BSR
-from tvm_attn.runtime.fixed import _work_arrays
+from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Family, Plan, in_order
-from tvm_attn.runtime.workspace import Counts
 
 DECODE, SHORT = Family("decode", 16, 64, 1, 2, "decode", cluster=1), Family("short", 64, 64, 1, 2)
 LONG = Family("long", 128, 128, 1, 1, "sm90", 16384)
@@ -84,9 +83,11 @@ def test_a_fixed_split_cuts_the_same_on_half() -> None:
 
 
 def test_in_memory_for_all_multiprocessors_the_other_half_has_no_work() -> None:
-    work = planned([(512, 512)], [2048] * 63).work[-1]
-    counts = Counts(132, items=2000, slots=264, merges=132, units=200, rows=400)
-    indptr = _work_arrays(work, counts)["cta_indptr"]
+    plan = planned([(512, 512)], [2048] * 63)
+    work = plan.work[-1]
+    assert plan.block is not None
+    pad(plan.block, work)
+    indptr = plan.block.arrays["long", "cta_indptr"]
     assert indptr[:65].tolist() == work.cta_indptr.tolist()
     assert indptr[65:].tolist() == [len(work.items)] * 68
 

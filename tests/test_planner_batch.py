@@ -152,13 +152,17 @@ def broken(**arrays: Any) -> Given:
         (Given(ints([0, 2]), ints([0, LENGTH_LIMIT + 1])), (Status.TOO_LONG, 0, LENGTH_LIMIT + 1)),
     ],
 )
-def test_bad_batch_is_named_and_nothing_else_is_written(
+def test_bad_batch_is_named_and_nothing_but_page_ids_is_written(
     batch: Given, expected: tuple[Status, int, int]
 ) -> None:
     outputs = batch.outputs()
     batch.plan(outputs)
     assert verdict(outputs[-1]) == expected
     written = [output != UNTOUCHED for output in outputs]
+    ids, is_id = outputs.pop(2), written.pop(2)
+    assert not is_id[len(batch.indices) :].any()
+    given = np.flatnonzero(is_id)
+    assert np.array_equal(ids[given], batch.indices[given])
     assert not any(mask.any() for mask in written[:-1])
     assert written[-1].nonzero()[0].tolist() == [Header.STATUS, Header.WHERE, Header.VALUE]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ def index_array(value: object, name: str) -> torch.Tensor:
     DTypeError, ShapeError, PlanError
         If it is no vector of int32 or int64, or a value does not fit int32; `name` names it.
     """
+    if is_plain(value):
+        return cast(torch.Tensor, value)
     array = as_tensor(value, name)
     if isinstance(value, (list, tuple)) and not value:
         array = array.to(torch.int32)
@@ -48,6 +50,17 @@ def index_array(value: object, name: str) -> torch.Tensor:
     if array.ndim != 1:
         raise ShapeError(f"{name} must be 1-D, got shape {tuple(array.shape)}")
     return _to_int32(array, name)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is an index array as it is: a contiguous int32 vector that is not empty."""
+    return (
+        type(value) is torch.Tensor
+        and value.dtype is torch.int32
+        and value.dim() == 1
+        and value.is_contiguous()
+        and value.shape[0] > 0
+    )
 
 
 def _to_int32(array: torch.Tensor, name: str) -> torch.Tensor:

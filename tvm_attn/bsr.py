@@ -24,6 +24,7 @@ from tvm_attn._index_arrays import (
     as_tensor,
     checked_size,
     index_array,
+    is_plain,
     optional_index_array,
     param_arrays,
 )
@@ -163,6 +164,39 @@ class BSR:
             kv_pos_offset=optional_index_array(kv_pos_offset, "kv_pos_offset"),
             index_params=param_arrays(index_params),
         )
+
+    @classmethod
+    def of_plain(
+        cls,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_last_page_len: Any,
+        page_size: int,
+    ) -> BSR | None:
+        """Return the format of a page table of int32 vectors on the host, None if it is another.
+
+        What most batches are, at a fraction of the time that it takes to look at all there may be.
+        """
+        for array in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len):
+            if not (is_plain(array) and array.is_cpu):
+                return None
+        length = kv_last_page_len.shape[0] + 1
+        if qo_indptr.shape[0] != length or kv_indptr.shape[0] != length:
+            return None
+        made = object.__new__(cls)
+        vars(made).update(
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_last_page_len=kv_last_page_len,
+            page_size=page_size,
+            q_pos_offset=None,
+            kv_pos_offset=None,
+            index_params={},
+            num_col_blocks=None,
+        )
+        return made
 
     @classmethod
     def from_ragged(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from tests.machine import Machine
 from tests.test_semantics import assert_same_bits
 from tvm_attn import reference
 from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.workspace import PlanLimits
 
 _NAMES = ("window", "custom_mask")
 KERNELS = [(ANY_GPU.paged, variant(name, ANY_GPU.paged)) for name in _NAMES]
@@ -145,6 +148,68 @@ def test_a_run_on_another_stream_waits_for_its_plan(machine: Machine) -> None:
     assert_same_bits(got, expected)
 
 
+def test_plans_made_on_one_stream_and_run_on_another(machine: Machine) -> None:
+    """Memory of plans goes to later ones on the stream they were made for, and on no other."""
+    expected, given = results(machine), batches(machine)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    rng = random.Random(0)
+    got, plan = [], None
+    torch.cuda.synchronize()
+    for number in range(80):
+        with torch.cuda.stream(rng.choice(streams)):
+            out = plan if rng.random() < 0.5 else None
+            plan = planned(machine, given[number % len(given)], out=out)
+        with torch.cuda.stream(rng.choice(streams)):
+            got.append(ran(machine, given[number % len(given)], plan))
+    torch.cuda.synchronize()
+    for number, state in enumerate(got):
+        assert_same_bits(state, expected[number % len(given)])
+
+
+def test_threads_plan_and_run_side_by_side(machine: Machine) -> None:
+    expected, given = results(machine), batches(machine)
+
+    def work(first: int) -> list[State]:
+        got, plan = [], None
+        for number in range(first, first + 40):
+            batch = given[number % len(given)]
+            plan = planned(machine, batch, out=plan if number % 3 else None)
+            got.append(ran(machine, batch, plan))
+        torch.cuda.synchronize()
+        return got
+
+    with ThreadPoolExecutor(4) as pool:
+        for first, states in enumerate(pool.map(work, range(4))):
+            for number, state in enumerate(states, first):
+                assert_same_bits(state, expected[number % len(given)])
+
+
+@pytest.mark.parametrize("limits", [None, PlanLimits(40, 400, 12_000)], ids=["free", "limits"])
+def test_arrays_may_change_once_they_are_planned(
+    machine: Machine, limits: PlanLimits | None
+) -> None:
+    expected, given = results(machine), batches(machine)
+    module = machine.kernel("window", machine.paged)
+    got, plan = [], None
+    torch.cuda._sleep(CYCLES)
+    for batch in given * 4:
+        arrays = [x.clone() for x in tables(batch)]
+        plan = module.plan(*arrays, out=plan, limits=limits)
+        for array in arrays:
+            array.fill_(-1)
+        got.append(ran(machine, batch, plan))
+    torch.cuda.synchronize()
+    for number, state in enumerate(got):
+        assert_same_bits(state, expected[number % len(given)])
+
+
+def tables(batch: Batch) -> list[torch.Tensor]:
+    """The index arrays of a batch."""
+    fmt = batch.fmt
+    arrays = (fmt.qo_indptr, fmt.kv_indptr, fmt.kv_indices, fmt.kv_last_page_len)
+    return [array for array in arrays if array is not None]
+
+
 # Pieces
 
 
@@ -217,8 +282,7 @@ def test_heads_are_a_run_time_value(machine: Machine) -> None:
 def test_index_arrays_on_the_device_are_copied_to_the_host(
     machine: Machine, dtype: torch.dtype
 ) -> None:
-    fmt = batches(machine)[0].fmt
-    arrays = (fmt.qo_indptr, fmt.kv_indptr, fmt.kv_indices, fmt.kv_last_page_len)
-    on_device = (x.to(machine.device, dtype) for x in arrays if x is not None)
+    arrays = tables(batches(machine)[0])
+    on_device = (x.to(machine.device, dtype) for x in arrays)
     module = machine.kernel("window", machine.paged)
     assert module.plan(*on_device).to_json() == module.plan(*arrays).to_json()

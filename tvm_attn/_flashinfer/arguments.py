@@ -126,16 +126,20 @@ def check_buffer(buffer: Any, name: str) -> torch.Tensor:
 
 def on_host(*arrays: Any) -> tuple[Any, ...]:
     """Return arrays on the host: what is on a GPU is copied, which waits for the GPU."""
-    return tuple(a.cpu() if isinstance(a, torch.Tensor) and a.is_cuda else a for a in arrays)
+    return tuple(map(_on_host, arrays))
+
+
+def _on_host(array: Any) -> Any:
+    return array.cpu() if isinstance(array, torch.Tensor) and array.is_cuda else array
 
 
 def host_indices(**arrays: IndexArray) -> tuple[torch.Tensor, ...]:
     """Return index arrays as int32 vectors `on_host`; those called ``indptr`` are not empty."""
-    found = tuple(index_array(on_host(array)[0], name) for name, array in arrays.items())
+    found = [index_array(_on_host(array), name) for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
-        if name.endswith("indptr") and not len(array):
+        if not array.shape[0] and name.endswith("indptr"):
             raise ShapeError(f"{name} is empty; of a batch of n requests it has n + 1 entries")
-    return found
+    return tuple(found)
 
 
 def check_lengths(name: str, given: IndexArray, lengths: torch.Tensor) -> None:
@@ -177,6 +181,8 @@ def last_page_len(kv_len: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def paged_cache(cache: KVCache, kv_layout: str) -> KVCache:
     """Return a paged cache with its axis of tokens, which may be left out for pages of one."""
+    if type(cache) is tuple and len(cache) == 2 and cache[0].ndim == cache[1].ndim == 4:
+        return cache
     axis = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, torch.Tensor):
         return cache.unsqueeze(axis) if cache.ndim == 4 else cache

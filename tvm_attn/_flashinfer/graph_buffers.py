@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
+from tvm_attn._flashinfer.arguments import check_buffer
 from tvm_attn.errors import LimitError, ShapeError
-from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.plan import BATCH, Plan
+from tvm_attn.runtime.staging import copy_there
 from tvm_attn.runtime.workspace import PlanLimits
 
 UNLIMITED = 1 << 62
+
+
+@functools.lru_cache(maxsize=64)
+def known_limits(max_batch: int, max_qo_tokens: int, max_kv_tokens: int) -> PlanLimits:
+    """Return limits, checked once."""
+    return PlanLimits(max_batch, max_qo_tokens, max_kv_tokens)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class GraphBuffers:
     def limits(self, max_qo_tokens: int, page_size: int) -> PlanLimits:
         """Return the limits that the buffers set."""
         pages = UNLIMITED if self.kv_indices is None else len(self.kv_indices) * page_size
-        return PlanLimits(self.max_batch, max_qo_tokens, pages)
+        return known_limits(self.max_batch, max_qo_tokens, pages)
 
     def check_mask(self, plan: Plan) -> None:
         """Raise `LimitError` if a plan's custom mask does not fit."""
@@ -87,16 +95,20 @@ class GraphBuffers:
                 raise LimitError(f"{name} has {len(buffer)} entries, this batch needs {needed}")
 
     def store(self, plan: Plan, page_size: int) -> None:
-        """Copy a plan's arrays in; what a buffer holds past them stays."""
-        qo_indptr, kv_indptr, kv_indices, kv_len = map(torch.from_numpy, plan.batch[:4])
-        bits, mask_indptr = plan.params.get("custom_mask", (None, None))
-        for buffer, values in (
-            (self.qo_indptr, qo_indptr),
-            (self.kv_indptr, kv_indptr),
-            (self.kv_indices, kv_indices[: int(kv_indptr[-1])]),
-            (self.last_page_len, last_page_len(kv_len, page_size)),
-            (self.custom_mask, bits),
-            (self.mask_indptr, mask_indptr),
+        """Copy a plan's arrays in, waiting for nothing; what a buffer holds past them stays."""
+        given = dict(zip(BATCH, plan.batch, strict=True))
+        last = (given["kv_len"] - 1) % page_size + 1
+        mask = plan.params.get("custom_mask", ())
+        for name, values in (
+            *((name, plan.placed(name)) for name in ("qo_indptr", "kv_indptr", "kv_indices")),
+            ("last_page_len", torch.from_numpy(last)),
+            *zip(("custom_mask", "mask_indptr"), mask, strict=False),
         ):
-            if buffer is not None and values is not None:
-                buffer[: len(values)].copy_(values)
+            buffer, count = getattr(self, name), len(given.get(name, values))
+            if buffer is not None:
+                copy_there(first(values, count), first(buffer, count))
+
+
+def first(array: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first entries of an array."""
+    return array if len(array) == count else array[:count]

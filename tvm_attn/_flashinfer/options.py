@@ -87,7 +87,7 @@ class Options:
                 'beforehand and leave it at "NONE"'
             )
 
-    @property
+    @functools.cached_property
     def features(self) -> Features:
         """What the kernel must have compiled in."""
         return Features(

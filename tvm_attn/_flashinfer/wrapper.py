@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,12 @@ from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan, WorkList
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def known_spec(*fields: Any) -> AttentionSpec:
+    """Return the spec of these fields, checked once."""
+    return AttentionSpec(*fields)
 
 
 class Wrapper:
@@ -62,7 +69,11 @@ class Wrapper:
         page_size: int | None,
     ) -> AttentionSpec:
         """Spec of (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo) and (q, kv, o) dtypes."""
-        return AttentionSpec(*heads, *dtypes, self._kv_layout, page_size)
+        fields = (*heads, *dtypes, self._kv_layout, page_size)
+        try:
+            return known_spec(*fields)
+        except TypeError:  # of a field that has no hash, which is none
+            return AttentionSpec(*fields)
 
     def _kernel_of(self, spec: AttentionSpec, features: Features) -> AttentionModule:
         schedule = schedule_of(self._backend, self.device)

@@ -1,8 +1,8 @@
 """The planner's first half: check a batch, copy its index arrays, derive lengths and positions.
 
-Everything is checked before anything but ``header`` is written, so that a plan that already lives
-in the output buffers survives a bad batch. Loops over all entries carry reductions and no branch,
-which is what a compiler vectorises; the culprit is looked for once there is one.
+Everything is checked before anything but ``header`` is written, except for page ids: there may be
+many, and they are copied while they are checked. Loops over all entries carry reductions and no
+branch, which is what a compiler vectorises; the culprit is looked for once there is one.
 """
 
 from __future__ import annotations
@@ -134,19 +134,17 @@ def check_indptr(indptr, batch, code, verdict):
 
 
 @T.inline
-def check_indices(indices, available, count, max_page, verdict):
-    """Check that all page ids are there and none is negative; as unsigned, one maximum tells."""
+def copy_indices(indices, out, count, max_page, verdict):
+    """Copy page ids and check, meanwhile, that none is negative; as unsigned, one maximum tells."""
     top = var(T.uint32(0))
-    if count > available:
-        report(verdict, int(Status.KV_INDICES_SHORT), available, count)
-    if verdict[0] == int(Status.OK):
+    for i in T.serial(count):
+        out[i] = indices[i]
+        top = T.max(top, T.reinterpret("uint32", indices[i]))
+    max_page = T.Select(count > 0, T.reinterpret("int32", top), max_page)
+    if top > T.uint32(0x7FFFFFFF):
         for i in T.serial(count):
-            top = T.max(top, T.reinterpret("uint32", indices[i]))
-        max_page = T.Select(count > 0, T.reinterpret("int32", top), max_page)
-        if top > T.uint32(0x7FFFFFFF):
-            for i in T.serial(count):
-                if indices[i] < 0:
-                    report(verdict, int(Status.KV_INDEX), i, indices[i])
+            if indices[i] < 0:
+                report(verdict, int(Status.KV_INDEX), i, indices[i])
 
 
 @T.inline
@@ -259,10 +257,11 @@ def batch_planner(paged: bool) -> Any:
     header               [HEADER_WORDS]      verdict and totals
     ===================  ==================  =====================================================
 
-    A bad batch sets ``STATUS``, ``WHERE`` and ``VALUE`` of `header` and nothing else. ``WHERE`` is
-    a position in the array of an indptr or index status (for ``KV_INDICES_SHORT``: how many ids
-    there are), else a request; ``VALUE`` is what stands there (for ``KV_INDICES_SHORT``: how many
-    ids are needed; for ``TOO_LONG``: query tokens, else pages, else the offset that is too large).
+    A bad batch sets ``STATUS``, ``WHERE`` and ``VALUE`` of `header`, and nothing else but page ids.
+    ``WHERE`` is a position in the array of an indptr or index status (for ``KV_INDICES_SHORT``: how
+    many ids there are), else a request; ``VALUE`` is what stands there (for ``KV_INDICES_SHORT``:
+    how many ids are needed; for ``TOO_LONG``: query tokens, else pages, else the offset that is too
+    large).
 
     Parameters
     ----------
@@ -346,7 +345,13 @@ def batch_planner(paged: bool) -> Any:
             check_indptr(qo_indptr, batch, int(Status.QO_INDPTR), verdict)
             check_indptr(kv_indptr, batch, int(Status.KV_INDPTR), verdict)
             if paged:
-                check_indices(kv_indices, kv_indices.shape[0], pages, max_page, verdict)
+                if pages > kv_indices.shape[0]:
+                    report(verdict, int(Status.KV_INDICES_SHORT), kv_indices.shape[0], pages)
+                if verdict[0] == int(Status.OK):
+                    assert kv_indices_out.shape[0] >= pages, (
+                        "plan_batch: kv_indices_out is too small for the batch"
+                    )
+                    copy_indices(kv_indices, kv_indices_out, pages, max_page, verdict)
             if verdict[0] == int(Status.OK):
                 check_lengths(batch, verdict)
                 check_positions(q_pos_offset, q_given, batch.qo_len, batch, verdict)
@@ -355,11 +360,6 @@ def batch_planner(paged: bool) -> Any:
                 header[i] = verdict[i]
 
             if verdict[0] == int(Status.OK):
-                if paged:
-                    assert kv_indices_out.shape[0] >= pages, (
-                        "plan_batch: kv_indices_out is too small for the batch"
-                    )
-                    copy(kv_indices, kv_indices_out, pages)
                 copy(qo_indptr, qo_indptr_out, batch.size + 1)
                 copy(kv_indptr, kv_indptr_out, batch.size + 1)
                 derive_lengths(batch, kv_len_out, header)

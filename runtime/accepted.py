@@ -1,0 +1,122 @@
+"""Runs that were checked, so that others like them need not be.
+
+A run is like another if its tensors have the same shapes, strides and dtypes, all else that it was
+given is the same object, and rows begin where kernels can read them. What a graph reads lives as
+long as the graph: while one is captured, tensors that were made of scales are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tvm_attn.runtime.device import ROW_BYTES
+from tvm_attn.runtime.placement import is_capturing
+
+Signature = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]
+"""Shape, strides (None if contiguous), dtype and device of a tensor."""
+Launches = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Kernels, and their arguments between the inputs and the outputs."""
+
+
+def signature(tensor: torch.Tensor) -> Signature:
+    """Return what the checks of a run look at."""
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return tensor.shape, strides, tensor.dtype, tensor.device
+
+
+def is_alike(tensor: Any, accepted: Signature) -> bool:
+    """Whether a tensor is like one that was accepted; its rows begin at multiples of 16 bytes."""
+    shape, strides, dtype, device = accepted
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.shape == shape
+        and (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and not tensor.data_ptr() % ROW_BYTES
+    )
+
+
+def is_plain(scales: tuple[Any, ...], params: Mapping[str, Any]) -> bool:
+    """Whether there is no tensor among scales and parameters: its content may change."""
+    return not any(isinstance(given, torch.Tensor) for given in (*scales, *params.values()))
+
+
+class AcceptedRun:
+    """A run of a plan that was checked, and what is passed to kernels in runs like it.
+
+    Parameters
+    ----------
+    inputs : tuple of torch.Tensor
+        q, k and v, as they were given.
+    scales : tuple
+        Those of logits, queries, keys and values.
+    lse_base : str
+        Of the run.
+    params : mapping
+        The variant's parameters.
+    launches : list
+        What is launched.
+
+    Attributes
+    ----------
+    launches : list
+        As given.
+    out : Signature, optional
+        Of results that the caller had room for.
+    lse : torch.Tensor, optional
+        Of the shape of an LSE.
+    """
+
+    out: Signature | None = None
+    lse: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scales: tuple[Any, Any, Any, Any],
+        lse_base: str,
+        params: Mapping[str, Any],
+        launches: Launches,
+    ):
+        self._q, self._k, self._v = map(signature, inputs)
+        self._scales = scales
+        self._is_filled = scales[2] is not None or scales[3] is not None
+        self._lse_base = lse_base
+        self._params = dict(params)
+        self.launches = launches
+
+    def is_like(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        scales: tuple[Any, Any, Any, Any],
+        lse_base: str,
+        params: Mapping[str, Any],
+    ) -> bool:
+        """Whether a run is like this one."""
+        mine = self._scales
+        return (
+            scales[0] is mine[0]
+            and scales[1] is mine[1]
+            and scales[2] is mine[2]
+            and scales[3] is mine[3]
+            and lse_base is self._lse_base
+            and self._has(params)
+            and is_alike(q, self._q)
+            and is_alike(k, self._k)
+            and is_alike(v, self._v)
+            and not (self._is_filled and is_capturing(self._q[3]))
+        )
+
+    def _has(self, params: Mapping[str, Any]) -> bool:
+        """Whether parameters are the same objects."""
+        if not params:
+            return not self._params
+        return params.keys() == self._params.keys() and all(
+            params[name] is value for name, value in self._params.items()
+        )
