@@ -24,7 +24,7 @@ from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.params import NO_LENGTHS, plan_values
 from tvm_attn.runtime.placement import Launch, Placement, is_capturing
-from tvm_attn.runtime.plan import Family, Plan, in_order
+from tvm_attn.runtime.plan import Family, Plan, in_order, need_not_wait
 from tvm_attn.runtime.staging import Copies
 from tvm_attn.runtime.workspace import family_counts, partial_states
 from tvm_attn.spec import AttentionSpec, Param
@@ -124,12 +124,13 @@ class CudaMachine:
         lists = [array for work in plan.work for array in work.arrays]
         params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
         copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])
-        families = [work.family for work in plan.work]
-        given = dict(zip(families, zip(plan.work, partials, arrivals, strict=True), strict=True))
+        families = in_order(work.family for work in plan.work)
+        every = zip(plan.work, partials, arrivals, strict=True)
+        given = {each[0].family: each for each in every}
         launches: list[Launch] = []
-        for family in in_order(families):
+        for place, family in enumerate(families):
             work, states, counters = given[family]
-            told = family.arguments(follows=bool(launches))
+            told = family.arguments(follows=need_not_wait(families[:place]))
             indices = tuple(map(copies.of, (*work.arrays, *plan.batch)))
             launches.append(Launch(family.name, indices, (*states, copies.of(counters), *told)))
         return Placement(

@@ -16,7 +16,7 @@ import torch
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, Plan, WorkList, in_order
+from tvm_attn.runtime.plan import Family, Plan, WorkList, in_order, need_not_wait
 from tvm_attn.runtime.staging import Room
 from tvm_attn.runtime.workspace import (
     BATCH,
@@ -133,6 +133,7 @@ class FixedMemory:
         of = self.room.of
         batch = tuple(of(name) for name in BATCH)
         lists = ("items", "cta_indptr", "merge_items", "merge_indptr")
+        order = in_order(self.counts)
         return [
             Launch(
                 family.name,
@@ -140,10 +141,10 @@ class FixedMemory:
                 (
                     *self._partials[family],
                     of((family, "arrivals")),
-                    *family.arguments(follows=place > 0),
+                    *family.arguments(follows=need_not_wait(order[:place])),
                 ),
             )
-            for place, family in enumerate(in_order(self.counts))
+            for place, family in enumerate(order)
         ]
 
     def fill(self, plan: Plan) -> None:
