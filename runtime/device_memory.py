@@ -12,7 +12,7 @@ import torch
 
 from tvm_attn.runtime.buffers import KEPT, Block, Layout
 from tvm_attn.runtime.placement import Launch, pack
-from tvm_attn.runtime.plan import BATCH, Family, WorkList, in_order
+from tvm_attn.runtime.plan import BATCH, Family, WorkList, in_order, need_not_wait
 from tvm_attn.runtime.shelf import rounded
 from tvm_attn.runtime.staging import Room
 from tvm_attn.runtime.workspace import LAST, partial_states, partial_words
@@ -151,10 +151,11 @@ class KeptMemory(DeviceMemory):
         else:
             states = partial_states(self._spec, slots, workspace, self.device)
         given = {work.family: (work.num_ctas, of) for work, of in zip(works, states, strict=True)}
-        found: list[Launch] = []
-        for family in in_order(given):
-            found.append(self._kept_launch(family, bool(found), *given[family]))
-        return found
+        order = in_order(given)
+        return [
+            self._kept_launch(family, need_not_wait(order[:place]), *given[family])
+            for place, family in enumerate(order)
+        ]
 
     def rest(self) -> None:
         """Leave partial states to other plans."""

@@ -16,7 +16,7 @@ from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Block, Layout, Pool
 from tvm_attn.runtime.device_memory import DeviceMemory, States, states_of
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, WorkList, in_order
+from tvm_attn.runtime.plan import Family, WorkList, in_order, need_not_wait
 from tvm_attn.runtime.shelf import Extent, Units
 from tvm_attn.runtime.workspace import (
     LISTS,
@@ -122,9 +122,15 @@ class FixedMemory(DeviceMemory):
 
     def _all_launches(self, states: dict[Family, States]) -> list[Launch]:
         """Return a launch of each family, however little it has to do."""
+        order = in_order(self.counts)
         return [
-            self.launch(family, self.counts[family].num_ctas, place > 0, states[family])
-            for place, family in enumerate(in_order(self.counts))
+            self.launch(
+                family,
+                self.counts[family].num_ctas,
+                need_not_wait(order[:place]),
+                states[family],
+            )
+            for place, family in enumerate(order)
         ]
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -72,6 +72,15 @@ class Family:
 def in_order(families: Iterable[Family]) -> list[Family]:
     """Return the order in which a GPU launches kernels: decoding last, where others leave room."""
     return sorted(families, key=lambda family: family.schedule == "decode")
+
+
+def need_not_wait(before: Sequence[Family]) -> bool:
+    """Whether a kernel that begins early need not wait, after these of the same run.
+
+    It must not begin before what came before the run is done. The first kernel's CTAs, all of which
+    have begun by then, see to that, unless they let others begin before they wait themselves.
+    """
+    return bool(before) and before[0].schedule != "decode"
 
 
 class WorkItem(NamedTuple):

@@ -64,7 +64,7 @@ from tvm_attn.schedules.primitives.hopper.warpgroup import (
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import clear
 from tvm_attn.schedules.primitives.merge import merge_unit
-from tvm_attn.schedules.primitives.overlap import let_next_begin
+from tvm_attn.schedules.primitives.overlap import begin_after_previous, overlapping
 from tvm_attn.schedules.primitives.scores import may_hide, score_factor
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
@@ -343,12 +343,12 @@ def attention(
         copier = T.meta_var(
             Cta(spec, hooks, tile, scales, thread, thread // WARP, lane, shared, None)
         )
-        let_next_begin(copier)
         divide_by_page_size(copier, CacheAccess.of(spec, given.batch, given.k))
         if thread == 0:
             shared.initialise()
             begin_barriers()
         T.cuda.cta_sync()
+        begin_after_previous(copier)
         if t0 < end:
             if role == 0:
                 T.ptx["setmaxnreg.dec.sync.aligned.u32"](tile.copying)
@@ -363,4 +363,5 @@ def attention(
                 group = T.meta_var(Warpgroup.begin(role - 1, tile, shared))
                 attend(cta, group, given, arrivals, t0, end)
 
-    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    return overlapping(function, in_clusters=False) if tile.waits else function

@@ -110,6 +110,11 @@ class HopperTile:
         return True
 
     @property
+    def waits(self) -> bool:
+        """Whether it begins before the kernel before it ends, and waits for that one."""
+        return self.family == "short"
+
+    @property
     def rows(self) -> int:
         """Fused query rows of an item."""
         return self.multipliers * WARPGROUP_ROWS

@@ -8,6 +8,7 @@ import pytest
 
 from tests.generating import generate_kernel
 from tvm_attn.schedules.families import tiles_to_try
+from tvm_attn.schedules.tiles_sm90 import short_tiles_to_try
 from tvm_attn.schedules.tiles_sm90 import tiles_to_try as hopper_tiles
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
@@ -19,8 +20,8 @@ BEGIN_NEXT, WAIT = "griddepcontrol_launch_dependents()", "griddepcontrol_wait()"
 
 def body_of(family: str, arch: str) -> str:
     target = parse_target(arch)
-    if family == "long":
-        tile, *_ = hopper_tiles(SPEC)
+    if arch == "sm_90" and family != "decode":
+        tile, *_ = hopper_tiles(SPEC) if family == "long" else short_tiles_to_try(SPEC)
     else:
         tile, *_ = tiles_to_try(SPEC, target, family, (False, False))
     return generate_kernel(SPEC, VARIANTS["causal"](SPEC), tile, target).body
@@ -29,6 +30,12 @@ def body_of(family: str, arch: str) -> str:
 def test_a_prefill_lets_decoding_begin_and_waits_for_nothing() -> None:
     body = body_of("long", "sm_90")
     assert (body.count(BEGIN_NEXT), body.count(WAIT)) == (1, 0)
+
+
+def test_short_requests_wait_before_decoding_may_begin() -> None:
+    body = body_of("short", "sm_90")
+    assert (body.count(BEGIN_NEXT), body.count(WAIT)) == (1, 1)
+    assert body.index(WAIT) < body.index(BEGIN_NEXT) < body.index("while (")
 
 
 def test_decoding_waits_when_it_begins_unless_it_follows_and_always_when_it_ends() -> None:

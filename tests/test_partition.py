@@ -12,7 +12,7 @@ from tests.test_runtime_cuda import SPEC
 from tvm_attn.bsr import BSR
 from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.inspector import Inspector
-from tvm_attn.runtime.plan import Family, Plan, in_order
+from tvm_attn.runtime.plan import Family, Plan, in_order, need_not_wait
 
 DECODE, SHORT = Family("decode", 16, 64, 1, 2, "decode", cluster=1), Family("short", 64, 64, 1, 2)
 LONG = Family("long", 128, 128, 1, 1, "sm90", 16384)
@@ -95,3 +95,11 @@ def test_in_memory_for_all_multiprocessors_the_other_half_has_no_work() -> None:
 def test_decoding_is_launched_last() -> None:
     assert in_order((DECODE, SHORT, LONG)) == [SHORT, LONG, DECODE]
     assert [family.arguments(follows=True) for family in (DECODE, LONG)] == [(1, 1), ()]
+
+
+def test_a_kernel_waits_after_one_that_lets_it_begin_before_it_has_waited() -> None:
+    draft = Family("draft", 32, 64, 1, 2, "decode", cluster=1)
+    order = in_order((DECODE, draft, LONG))
+    assert order == [LONG, DECODE, draft]
+    assert [need_not_wait(order[:place]) for place in range(3)] == [False, True, True]
+    assert [need_not_wait([DECODE, draft][:place]) for place in range(2)] == [False, False]

@@ -5,8 +5,9 @@ is not touched until `wait_for_previous`. A plan's arrays are neither: copies br
 device's planner, which lets no kernel begin before it ends.
 
 Kernels of one run have nothing to do with one another. One that `follows` another of its run begins
-where that one leaves room: all of the other's CTAs have begun by then, so that what came before the
-run is done. It waits when it ends, for kernels to come, which wait for the last one alone.
+where that one leaves room: what came before the run is done by then, since the other's CTAs have
+all begun when that was so, or waited for it. It waits when it ends, for kernels to come, which wait
+for the last one alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ def wait_for_previous(cta):
     if cta.tile.overlaps:
         if cta.follows == 0:
             T.ptx.griddepcontrol.wait()
+
+
+@T.inline
+def begin_after_previous(cta):
+    """Wait until the kernel before this one is done if this one began early; then let others."""
+    if cta.tile.waits:
+        T.ptx.griddepcontrol.wait()
+    let_next_begin(cta)
 
 
 @T.inline
