@@ -120,7 +120,8 @@ class CudaMachine:
             return Placement(device, memory.launches, plan.params, *held)
         slots = [(work.family, work.num_slots) for work in plan.work]
         partials = partial_states(self._spec, slots, workspace, device)
-        arrivals = [np.zeros(len(work.merge_items), np.int32) for work in plan.work]
+        counts = [len(work.merge_items) * work.family.sharers for work in plan.work]
+        arrivals = [np.zeros(count, np.int32) for count in counts]
         lists = [array for work in plan.work for array in work.arrays]
         params = [v for values in plan.params.values() for v in values if _is_tensor(v)]
         copies = Copies(device, [self._ones, *plan.batch, *lists, *arrivals, *params])

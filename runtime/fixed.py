@@ -183,7 +183,7 @@ def _work_arrays(work: WorkList | None, counts: Counts) -> dict[str, Ints]:
         "merge_items": merge_items,
         "cta_indptr": np.zeros(counts.num_ctas + 1, np.int32),
         "merge_indptr": merge_indptr,
-        "arrivals": np.zeros(counts.merges, np.int32),
+        "arrivals": np.zeros(counts.arrivals, np.int32),
     }
     if work is None:
         return arrays
@@ -212,8 +212,9 @@ def families_of(
     found: list[Family] = []
     least = 1
     for family, queues in zip(families, ctas, strict=True):
-        if family.cluster > 1:
-            fits = terms.limits.max_batch * num_kv_heads <= queues
+        if family.stands_in:
+            fits = family.cluster > 1 and not family.replaces
+            fits = fits and terms.limits.max_batch * num_kv_heads <= queues
             if longest <= family.rows and fits and not found:
                 found.append(family)
             continue

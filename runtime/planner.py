@@ -175,7 +175,7 @@ class Planner:
         """Return how many queues each family has: none in clusters that a plan has no room for."""
         counts = list(self._machine.num_ctas(device))
         for i, family in enumerate(self._families):
-            if memory is not None and family.cluster > 1 and family not in memory.families:
+            if memory is not None and family.stands_in and family not in memory.families:
                 counts[i] = 0
         return counts
 

@@ -81,12 +81,12 @@ def workspace_size(
     """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
 
     `num_ctas` are those of each family. Without `fixed_split_size` the first does not grow with the
-    batch. A family in clusters takes another's place and no more room.
+    batch. One that takes another's place takes no more room.
     """
     counts = family_counts(spec, families, limits, num_ctas, fixed_split_size)
     floats, ints = 0, HEADER_WORDS
     for family, of_family in counts.items():
-        if family.cluster < 2:
+        if not family.stands_in:
             floats += of_family.slots * partial_words(spec, family)
             ints += sum(math.prod(shape) for shape in work_sizes(of_family).values())
     ints += sum(math.prod(shape) for shape in batch_sizes(spec, limits).values())
@@ -94,7 +94,10 @@ def workspace_size(
 
 
 class Counts(NamedTuple):
-    """Bounds of a family's work list, and of the units that it is cut from and their pieces."""
+    """Bounds of a family's work list, and of the units that it is cut from and their pieces.
+
+    `sharers` are CTAs that share an item.
+    """
 
     num_ctas: int
     items: int
@@ -102,6 +105,12 @@ class Counts(NamedTuple):
     merges: int
     units: int
     rows: int
+    sharers: int = 1
+
+    @property
+    def arrivals(self) -> int:
+        """Counters of parts: one of each cut unit for each CTA that shares its items."""
+        return self.merges * self.sharers
 
 
 def family_counts(
@@ -123,7 +132,8 @@ def family_counts(
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
         counts = (units, spec.num_kv_heads, ctas, pieces)
         bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
-        found[family] = Counts(ctas, *bounds, units, max(units + ctas, pieces))
+        rows_of_pieces = max(units + ctas, pieces)
+        found[family] = Counts(ctas, *bounds, units, rows_of_pieces, family.sharers)
     return found
 
 
@@ -147,7 +157,7 @@ def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
         "cta_indptr": (counts.num_ctas + 1,),
         "merge_items": (counts.merges, MERGE_WORDS),
         "merge_indptr": (counts.merges + 1,),
-        "arrivals": (counts.merges,),
+        "arrivals": (counts.arrivals,),
     }
 
 

@@ -26,7 +26,8 @@ def families(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> tuple[Ki
     """Return the families of a GPU's kernel, those of fewest rows first."""
     if refuses_decode(spec, target, makes):
         return tiles_cuda.FAMILIES
-    return "decode", *tiles_cuda.FAMILIES
+    wide: tuple[Kind, ...] = ("wide",) if tiles_decode.wide_tiles(spec, target) else ()
+    return "decode", *wide, *tiles_cuda.FAMILIES
 
 
 def refuses_decode(spec: AttentionSpec, target: BuildTarget, makes: Makes) -> str:
@@ -41,8 +42,8 @@ def candidates(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[Candidate]:
     """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
-    if family == "decode":
-        return tiles_decode.candidates(spec, target)
+    if family in ("decode", "wide"):
+        return tiles_decode.candidates(spec, target, family)
     return tiles_cuda.candidates(spec, target, family, makes)
 
 
@@ -52,6 +53,8 @@ def tiles_to_try(
     """Return the best tile of a family, and after it some to try if its registers spill."""
     if family == "decode":
         return tiles_decode.tiles_to_try(spec, target)
+    if family == "wide":
+        return tiles_decode.wide_tiles(spec, target)
     return tiles_cuda.tiles_to_try(spec, target, family, makes)
 
 

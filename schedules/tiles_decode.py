@@ -26,6 +26,7 @@ from tvm_attn.schedules.primitives.shapes import (
 from tvm_attn.schedules.tiles_cuda import (
     Candidate,
     CudaTile,
+    Kind,
     arch_of,
     with_residents,
 )
@@ -33,6 +34,8 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
+FAMILIES: tuple[Kind, ...] = ("decode", "wide")
+"""Of CTAs of which several share a multiprocessor, and of one that has it for itself."""
 CLUSTERS = (8, 4, 2)
 """CTAs that may share each item of a plan with few units, most first."""
 HAVE_CLUSTERS = {"wgmma", "tcgen05"}
@@ -49,6 +52,8 @@ STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
 SHARED_COLUMNS = 16
 """Columns that are dealt to a CTA of a cluster at a time."""
+RECEIVED_ROWS = 8
+"""Rows that the CTAs of a cluster join at a time."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -112,8 +117,8 @@ class DecodeTile(CudaTile):
     def __post_init__(self) -> None:
         """Validate."""
         sizes = (self.warps, self.residents, self.passes)
-        if self.family != "decode" or min(sizes) < 1 or self.stages != STAGES:
-            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, the family decode")
+        if self.family not in FAMILIES or min(sizes) < 1 or self.stages != STAGES:
+            raise SpecError(f"{self}: sizes are at least 1, stages {STAGES}, families {FAMILIES}")
         if self.rows != ROWS or self.block not in (ROWS, 2 * ROWS):
             raise SpecError(f"{self}: rows are {ROWS}, keys of a block as many or twice as many")
 
@@ -124,33 +129,48 @@ class DecodeTile(CudaTile):
 
     @property
     def state_rows(self) -> int:
-        """Rows whose peaks and totals a CTA has room for: each warp's of a cluster."""
-        return self.rows * self.warps * max(self.clusters, default=1)
+        """Rows whose peaks and totals a CTA has room for: each warp's."""
+        return self.rows * self.warps
+
+    @property
+    def bound_words(self) -> int:
+        """Peaks and totals that a CTA has room for of the CTAs of a cluster."""
+        return 2 * RECEIVED_ROWS * max(self.clusters, default=0)
 
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
         return dim // self.passes
 
     def state_words(self, dim: int) -> int:
-        """Elements of outputs that a CTA has room for.
+        """Elements of outputs that a CTA has room for: the part of its warps."""
+        return self.rows * self.warps * state_pitch(self.part(dim))
 
-        They are the part of its own warps, or of each warp of a cluster the CTA's share of that.
-        """
+    def received_words(self, dim: int) -> int:
+        """Elements of outputs that a CTA has room for of a cluster: each CTA's of its share."""
         columns = self.part(dim)
         shares = (size * int(share_columns(columns, size)) for size in self.clusters)
-        return self.rows * self.warps * max((state_pitch(columns), *shares))
+        return RECEIVED_ROWS * max(shares, default=0)
+
+    def ring_words(self, spec: AttentionSpec) -> int:
+        """Words of the rings of all warps."""
+        row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
+        return self.warps * self.stages * self.block * row // WORD_BYTES
+
+    def part_words(self, spec: AttentionSpec) -> int:
+        """Words of the rings and of the states behind them, where parts are merged."""
+        return self.ring_words(spec) + self.state_words(spec.dim_vo)
 
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for."""
-        q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
+        q_dtype = str(spec.q_dtype)
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
-        row = (spec.head_dim_qk + spec.dim_vo) * itemsize(kv_dtype)
-        ring = self.stages * self.block * row
+        rings = self.ring_words(spec) * WORD_BYTES
         state = self.state_words(spec.dim_vo) * WORD_BYTES
         closed = 2 * self.state_rows * WORD_BYTES
+        received = (self.received_words(spec.dim_vo) + self.bound_words) * WORD_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        words = (1 + 2 * bool(self.clusters)) * WORD_BYTES
-        return queries + self.warps * (ring + tasks) + state + closed + words
+        words = (2 + 2 * bool(self.clusters)) * WORD_BYTES
+        return queries + rings + self.warps * tasks + state + closed + received + words
 
     def held_steps(self, spec: AttentionSpec) -> int:
         """Return the steps of 16 elements whose queries are in registers: all of them, or one."""
@@ -180,12 +200,14 @@ def share_columns(columns: int, size: Any) -> Any:
     return (columns + rest) // (SHARED_COLUMNS * size) * SHARED_COLUMNS
 
 
-def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
-    """Return all decode tiles, the best first and at the end those that do not fit a GPU."""
+def candidates(
+    spec: AttentionSpec, target: BuildTarget, family: Kind = "decode"
+) -> list[Candidate]:
+    """Return all tiles of a family, the best first and at the end those that do not fit a GPU."""
     arch = arch_of(target)
     found = []
     clusters = CLUSTERS if HAVE_CLUSTERS & arch.features else ()
-    for tile in _tiles(spec):
+    for tile in _tiles(spec, family):
         tile = replace(
             tile, overlaps="tma" in arch.features, clusters=clusters, holds=_can_hold(spec)
         )
@@ -195,13 +217,14 @@ def candidates(spec: AttentionSpec, target: BuildTarget) -> list[Candidate]:
     return sorted(found, key=lambda one: (not one.excess, one.tile.rank()), reverse=True)
 
 
-def _tiles(spec: AttentionSpec) -> Iterator[DecodeTile]:
+def _tiles(spec: AttentionSpec, family: Kind) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
     blocks = [block for block in (2 * ROWS, ROWS) if block == ROWS or block * row <= STAGE_BYTES]
-    for block, warps, passes in product(blocks, WARPS, PASSES):
+    sizes = (ENOUGH_WARPS,) if family == "wide" else WARPS
+    for block, warps, passes in product(blocks, sizes, PASSES):
         if spec.dim_vo // passes % ROWS == 0:
-            yield DecodeTile("decode", ROWS, block, warps, STAGES, 1, 1, passes=passes)
+            yield DecodeTile(family, ROWS, block, warps, STAGES, 1, 1, passes=passes)
 
 
 def _can_hold(spec: AttentionSpec) -> bool:
@@ -213,7 +236,25 @@ def tiles_to_try(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
 
     First with fewer queries in them, then without clusters, whose CTAs keep what they share.
     """
-    tile = candidates(spec, target)[0].tile
+    return _with_fewer_registers(candidates(spec, target)[0])
+
+
+def wide_tiles(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
+    """Return the same of one CTA that has a multiprocessor for itself, for few units.
+
+    There is none where the tile for many units is that, or CTAs do not share items.
+    """
+    usual = candidates(spec, target)[0].tile
+    best = candidates(spec, target, "wide")[0]
+    assert isinstance(usual, DecodeTile)
+    if best.excess or usual.residents == 1 or not usual.clusters:
+        return []
+    return _with_fewer_registers(best)
+
+
+def _with_fewer_registers(best: Candidate) -> list[CudaTile]:
+    """Return a tile, and what to try if its registers spill."""
+    tile = best.tile
     assert isinstance(tile, DecodeTile)
     tiles = [tile, replace(tile, holds=False)] if tile.holds else [tile]
     alone = [replace(tiles[-1], clusters=())] if tile.clusters else []

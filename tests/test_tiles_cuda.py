@@ -192,7 +192,7 @@ def test_tables_say_what_became_of_each_tile() -> None:
 
 def test_tables_need_no_compiler_and_check_what_they_are_given() -> None:
     problem = spec((64, 64))
-    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 3 + len(FAMILIES)
+    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 4 + len(FAMILIES)
     [cpu] = pipeline.tile_tables(problem)
     assert [row[0] for row in cpu.rows] == list(FAMILIES)
     with pytest.raises(TargetError, match="q_dtype=float32"):

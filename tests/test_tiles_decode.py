@@ -12,6 +12,7 @@ from tests.generating import generate_kernel
 from tvm_attn import pipeline
 from tvm_attn.errors import SpecError
 from tvm_attn.schedules.families import families, refuses_decode, tiles_to_try
+from tvm_attn.schedules.primitives.parts import PART_WORDS
 from tvm_attn.schedules.tiles_cuda import FAMILIES
 from tvm_attn.schedules.tiles_decode import ENOUGH_WARPS, DecodeTile, candidates
 from tvm_attn.shipped import VARIANTS
@@ -73,7 +74,7 @@ def test_a_kernel_asks_for_as_much_shared_memory_as_its_tile_says(
 def test_there_is_no_decode_family_for_transformed_keys_or_values(
     makes: tuple[bool, bool],
 ) -> None:
-    expected = FAMILIES if any(makes) else ("decode", *FAMILIES)
+    expected = FAMILIES if any(makes) else ("decode", "wide", *FAMILIES)
     assert families(spec(), HOPPER, makes) == expected
     assert refuses_decode(spec(), HOPPER, makes) == (
         "keys or values are transformed" if any(makes) else ""
@@ -89,6 +90,34 @@ def test_there_is_no_decode_family_for_many_rows_a_token(group: int) -> None:
     assert says_why == (
         [] if group <= 16 else [f"no decode family: a token has {group} rows, more than 16"]
     )
+
+
+def test_wide_ctas_are_there_where_two_share_a_multiprocessor() -> None:
+    [wide, *_] = tiles_to_try(spec(), HOPPER, "wide", PLAIN)
+    assert (wide.warps, wide.residents, wide.block, wide.passes) == (8, 1, 16, 1)
+    for dims in DIMS:
+        problem = spec(dims)
+        usual, *_ = tiles_to_try(problem, HOPPER, "decode", PLAIN)
+        tiles = tiles_to_try(problem, HOPPER, "wide", PLAIN)
+        assert bool(tiles) == ("wide" in families(problem, HOPPER, PLAIN))
+        assert not tiles or usual.residents > 1
+        for tile in tiles:
+            assert HOPPER.arch is not None
+            assert tile.shared_bytes(problem) <= HOPPER.arch.shared_memory_per_block
+    for arch in ("sm_80", "sm_120"):
+        assert not tiles_to_try(spec(), parse_target(arch), "wide", PLAIN)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", STORED)
+def test_there_is_room_to_merge_parts(arch: str, kv_dtype: str | None) -> None:
+    for dims in DIMS:
+        problem = spec(dims, kv_dtype)
+        for family in ("decode", "wide"):
+            for tile in tiles_to_try(problem, parse_target(arch), family, PLAIN):
+                assert isinstance(tile, DecodeTile)
+                part = PART_WORDS * tile.threads
+                assert tile.part_words(problem) - tile.ring_words(problem) >= part
 
 
 def test_fewer_queries_are_held_and_clusters_left_out_if_registers_spill() -> None:
