@@ -120,11 +120,6 @@ def store_run(pointer: Expr, registers: Any) -> Expr:
     return T.ptx["st.global.v4.f32"](pointer, *(registers[i] for i in range(4)))
 
 
-def load_relaxed(register: Expr, pointer: Expr) -> Expr:
-    """Load a float32 that several CTAs may store, all the same."""
-    return T.ptx["ld.relaxed.gpu.global.f32"](register, pointer)
-
-
 def store_relaxed(pointer: Expr, value: Expr) -> Expr:
     """Store a float32 to where other CTAs may store the same."""
     return T.ptx["st.relaxed.gpu.global.f32"](pointer, value)
