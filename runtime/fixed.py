@@ -188,8 +188,9 @@ def families_of(
     found: list[Family] = []
     least = 1
     for family, queues in zip(families, ctas, strict=True):
-        if family.cluster > 1:
-            fits = terms.limits.max_batch * num_kv_heads <= queues
+        if family.stands_in:
+            fits = family.cluster > 1 and not family.replaces
+            fits = fits and terms.limits.max_batch * num_kv_heads <= queues
             if longest <= family.rows and fits and not found:
                 found.append(family)
             continue

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 
 from tvm_attn.bsr import BSR
@@ -14,7 +13,7 @@ from tvm_attn.runtime import sizes
 from tvm_attn.runtime.buffers import Block, Ints, pack_host
 from tvm_attn.runtime.partition import overlaps, queues_beside
 from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
-from tvm_attn.runtime.sharing import UNCUT, Work, share_out
+from tvm_attn.runtime.sharing import UNCUT, Sharing, Work
 from tvm_attn.runtime.shelf import Extent, Shelf, Store, Units
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.worklist import (
@@ -48,7 +47,7 @@ class Inspector:
 
     Parameters
     ----------
-    plan_batch, plan_work : callable
+    plan_batch, plan_work, share_out : callable
         The compiled planner.
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
@@ -63,6 +62,7 @@ class Inspector:
         self,
         plan_batch: Callable[..., Any],
         plan_work: Callable[..., Any],
+        share_out: Callable[..., Any],
         families: Sequence[Family],
         group_size: int,
         num_kv_heads: int,
@@ -71,15 +71,17 @@ class Inspector:
         self._plan_batch = plan_batch
         self._plan_work = plan_work
         self._all_families = families
-        self._clusters = [family for family in families if family.cluster > 1]
-        self._families = [family for family in families if family.cluster < 2]
+        self._places = [i for i, family in enumerate(families) if not family.stands_in]
+        self._families = [families[i] for i in self._places]
+        substitutes = (i for i, family in enumerate(families) if family.stands_in)
+        self._sharers = [*substitutes, self._places[0]]
+        self._sharing = Sharing(share_out, [families[i] for i in self._sharers], num_kv_heads)
         self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._bytes = row_bytes
         self._shelf = Shelf(families, num_kv_heads)
         self._none = pack_host(torch.empty(0, dtype=torch.int32))
-        self._ctas: dict[tuple[int, ...], dict[Family, int]] = {}
 
     def plan(
         self,
@@ -117,16 +119,16 @@ class Inspector:
         plan = Plan(owner, words, _batch_of(block, bsr), block)
         plan.params = bind(plan)
         values = [value for given in plan.params.values() for value in given]
-        ctas = self._ctas_of(extent.num_ctas)
-        for index in range(len(self._families)):
+        for index, usual in enumerate(self._places):
             count, pieces = units[index], units[len(self._families) + index]
             if not count:
                 continue
-            family, split = self._families[index], fixed_split
+            place, split = usual, fixed_split
             if index == 0 and not fixed_split:
-                family, split = self._choose(plan, family, count, ctas)
+                place, split = self._choose(plan, count, num_ctas)
+            family = self._all_families[place]
             given = (plan, family, index, values, split, block)
-            work = self._deal(*given, (count, self._num_kv_heads, ctas[family], pieces))
+            work = self._deal(*given, (count, self._num_kv_heads, num_ctas[place], pieces))
             if not work.items.size:
                 continue
             plan.work.append(work)
@@ -136,43 +138,32 @@ class Inspector:
                     plan.work[-1] = self._deal(*given, (count, self._num_kv_heads, few, pieces))
         return plan
 
-    def _ctas_of(self, num_ctas: tuple[int, ...]) -> dict[Family, int]:
-        """Return the CTAs of each family by family."""
-        found = self._ctas.get(num_ctas)
-        if found is None:
-            found = dict(zip(self._all_families, num_ctas, strict=True))
-            self._ctas[num_ctas] = found
-        return found
+    def _choose(self, plan: Plan, units: int, num_ctas: Sequence[int]) -> tuple[int, int]:
+        """Return the place of the first family, or of one that takes its batch, and its split."""
+        usual, units = self._places[0], units * self._num_kv_heads
+        rows = plan.max_qo_len * self._group_size
+        if len(self._sharers) == 1 or rows > self._families[0].rows:
+            return usual, 0
+        queues = tuple([num_ctas[i] for i in self._sharers])
+        if not all(queues):  # a device's planner has to come to the same
+            return self._choose_simply(plan, num_ctas, units)
+        if units > num_ctas[usual] or not plan.max_kv_len:
+            return usual, 0
+        work = Work(self._bytes.token, rows * self._bytes.row)
+        chosen, split = self._sharing.choose(plan.batch[KV_LEN], queues, work)
+        return self._sharers[chosen], split
 
-    def _choose(
-        self, plan: Plan, family: Family, units: int, ctas: Mapping[Family, int]
-    ) -> tuple[Family, int]:
-        """Return the family, or one in clusters that takes its place in a batch, and its split."""
-        is_decoding = plan.max_qo_len * self._group_size <= family.rows
-        if not self._clusters or not is_decoding:
-            return family, 0
-        units = units * self._num_kv_heads
-        queues = {each: ctas[each] for each in (*self._clusters, family) if ctas[each]}
-        if len(queues) <= len(self._clusters):  # a device's planner has to come to the same
-            return self._choose_simply(plan, queues, units)
-        if units > ctas[family] or not plan.max_kv_len:
-            return family, 0
-        part_bytes = plan.max_qo_len * self._group_size * self._bytes.row
-        lengths = plan.batch[KV_LEN].astype(np.int64)
-        return share_out(Work(lengths, self._num_kv_heads, self._bytes.token, part_bytes), queues)
-
-    def _choose_simply(
-        self, plan: Plan, queues: Mapping[Family, int], units: int
-    ) -> tuple[Family, int]:
+    def _choose_simply(self, plan: Plan, num_ctas: Sequence[int], units: int) -> tuple[int, int]:
         """Choose in a plan with limits, which has room for clusters of one size at most.
 
         With few units of like length none is cut, and clusters take one each. With few of which
         some are much longer, clusters have fewer parts to merge.
         """
-        first = next(iter(queues))
-        if first.cluster > 1 and units <= queues[first]:
-            return first, UNCUT if self._pays_whole(plan, first) else 0
-        return list(queues)[-1], 0
+        first = next(i for i in self._sharers if num_ctas[i])
+        family = self._all_families[first]
+        if family.cluster > 1 and units <= num_ctas[first]:
+            return first, UNCUT if self._pays_whole(plan, family) else 0
+        return self._places[0], 0
 
     def _pays_whole(self, plan: Plan, family: Family) -> bool:
         """Whether clusters that do not cut units are faster than cutting them.

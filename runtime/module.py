@@ -78,9 +78,9 @@ class AttentionModule:
             self._machine = CudaMachine(spec, self.families, *given)
         else:
             self._machine = CpuMachine(spec, self.families, num_ctas)
+        host = libraries["planner"]
         inspector = Inspector(
-            libraries["planner"]["plan_batch"],
-            libraries["planner"]["plan_work"],
+            *(host["plan_batch"], host["plan_work"], host["share_out"]),
             self.families,
             spec.group_size,
             spec.num_kv_heads,

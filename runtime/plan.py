@@ -38,6 +38,8 @@ class Family:
         KV tokens of one head that a cache holds for all CTAs; 0 if they share none.
     cluster : int
         CTAs that share each item, if the kernel is told that, else 0.
+    replaces : str
+        The family whose batches it may take instead; empty if it has requests of its own.
     """
 
     name: str
@@ -48,6 +50,17 @@ class Family:
     schedule: str = "cpu"
     cached_tokens: int = 0
     cluster: int = 0
+    replaces: str = ""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it takes batches of another one: in clusters, or by a kernel for that."""
+        return self.cluster > 1 or bool(self.replaces)
+
+    @property
+    def sharers(self) -> int:
+        """CTAs that share each item."""
+        return max(self.cluster, 1)
 
     def __hash__(self) -> int:
         """Return a hash that takes little time: plans look their families up."""

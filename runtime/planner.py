@@ -205,7 +205,7 @@ class Planner:
             return counts
         if memory.queues is None:
             memory.queues = tuple(
-                0 if family.cluster > 1 and family not in memory.counts else count
+                0 if family.stands_in and family not in memory.counts else count
                 for family, count in zip(self._families, counts, strict=True)
             )
         return memory.queues

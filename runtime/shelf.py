@@ -21,9 +21,9 @@ REMEMBERED = 32
 
 
 Units = tuple[int, ...]
-"""Bounds of what each family has to do, clusters left out: units, then pieces of a fixed split.
+"""Bounds of what each family has to do: units, then pieces of a fixed split.
 
-They are counted before KV heads.
+Those that stand in for another one are left out. Units are counted before KV heads.
 """
 
 
@@ -63,7 +63,7 @@ class Shelf:
     Parameters
     ----------
     families : sequence of Family
-        All of a kernel; those in clusters take the place of the first that is not.
+        All of a kernel; some stand in for the first that does not.
     num_kv_heads : int
         Of the kernel.
     pinned : bool
@@ -74,7 +74,7 @@ class Shelf:
         self._families = tuple(families)
         self._num_kv_heads = num_kv_heads
         self._pinned = pinned
-        self._others = sum(family.cluster < 2 for family in families) - 1
+        self._others = sum(not family.stands_in for family in families) - 1
         self._pools: dict[Size, Pool] = {}
         self._last: dict[Extent, Pool] = {}
 
@@ -108,22 +108,28 @@ class Shelf:
 
     def _layout(self, extent: Extent, units: Units) -> Layout:
         """Return the places of a batch's arrays, and of a work list for each kernel with units."""
-        most: dict[str, int] = {}
+        most: dict[str, tuple[int, int]] = {}
         for family, ctas in zip(self._families, extent.num_ctas, strict=True):
-            most[family.name] = max(most.get(family.name, 0), ctas)
+            had = most.get(_place(family), (0, 0))
+            most[_place(family)] = (max(had[0], ctas), max(had[1], family.sharers))
         shapes: dict[object, tuple[int, ...]] = {}
-        by_family = zip(most.items(), units[: len(most)], units[len(most) :], strict=True)
-        for (name, ctas), bound, pieces in by_family:
+        by_place = zip(most.items(), units[: len(most)], units[len(most) :], strict=True)
+        for (place, (ctas, sharers)), bound, pieces in by_place:
             if bound:
-                bounds = bounds_of(bound, self._num_kv_heads, ctas, pieces)
-                shapes.update({(name, array): s for array, s in work_sizes(bounds).items()})
+                bounds = bounds_of(bound, self._num_kv_heads, ctas, pieces, sharers)
+                shapes.update({(place, array): s for array, s in work_sizes(bounds).items()})
         shapes.update(batch_shapes(extent.requests, extent.pages))
         lists = {
-            family: tuple((family.name, array) for array in LISTS)
+            family: tuple((_place(family), array) for array in LISTS)
             for family in self._families
-            if (family.name, LISTS[0]) in shapes
+            if (_place(family), LISTS[0]) in shapes
         }
         return Layout(shapes, lists)
+
+
+def _place(family: Family) -> str:
+    """Return whose place a work list is in: its family's, or that of the one it stands in for."""
+    return family.replaces or family.name
 
 
 def rounded(count: int) -> int:

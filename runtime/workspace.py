@@ -80,12 +80,12 @@ def workspace_size(
     """Return the bytes of (partial states, plan arrays) that any batch within the limits fits in.
 
     `num_ctas` are those of each family. Without `fixed_split_size` the first does not grow with the
-    batch. A family in clusters takes another's place and no more room.
+    batch. One that takes another's place takes no more room.
     """
     counts = family_counts(spec, families, limits, num_ctas, fixed_split_size)
     floats, ints = 0, HEADER_WORDS
     for family, of_family in counts.items():
-        if family.cluster < 2:
+        if not family.stands_in:
             floats += of_family.slots * partial_words(spec, family)
             ints += sum(math.prod(shape) for shape in work_sizes(of_family).values())
     ints += sum(math.prod(shape) for shape in batch_sizes(spec, limits).values())
@@ -93,7 +93,10 @@ def workspace_size(
 
 
 class Counts(NamedTuple):
-    """Bounds of a family's work list, and of the units that it is cut from and their pieces."""
+    """Bounds of a family's work list, and of the units that it is cut from and their pieces.
+
+    `sharers` are CTAs that share an item.
+    """
 
     num_ctas: int
     items: int
@@ -101,6 +104,12 @@ class Counts(NamedTuple):
     merges: int
     units: int
     rows: int
+    sharers: int = 1
+
+    @property
+    def arrivals(self) -> int:
+        """Counters of parts: one of each cut unit for each CTA that shares its items."""
+        return self.merges * self.sharers
 
 
 def family_counts(
@@ -120,15 +129,17 @@ def family_counts(
         if fixed_split_size:
             tiles = -(-rows // family.rows) if is_last else 1
             pieces = sizes.split_pieces(units, tiles, limits.max_kv_tokens, fixed_split_size)
-        found[family] = bounds_of(units, spec.num_kv_heads, ctas, pieces)
+        found[family] = bounds_of(units, spec.num_kv_heads, ctas, pieces, family.sharers)
     return found
 
 
-def bounds_of(units: int, num_kv_heads: int, num_ctas: int, pieces: int = 0) -> Counts:
+def bounds_of(
+    units: int, num_kv_heads: int, num_ctas: int, pieces: int = 0, sharers: int = 1
+) -> Counts:
     """Bound the work list of so many units; `pieces` are those of a fixed split, else 0."""
     counts = (units, num_kv_heads, num_ctas, pieces)
     bounds = (sizes.max_items(*counts), sizes.max_slots(*counts), sizes.max_merges(*counts))
-    return Counts(num_ctas, *bounds, units, max(units + num_ctas, pieces))
+    return Counts(num_ctas, *bounds, units, max(units + num_ctas, pieces), sharers)
 
 
 LAST = "kv_indices"
@@ -155,7 +166,7 @@ def work_sizes(counts: Counts) -> dict[str, tuple[int, ...]]:
         "cta_indptr": (counts.num_ctas + 1,),
         "merge_items": (counts.merges, MERGE_WORDS),
         "merge_indptr": (counts.merges + 1,),
-        "arrivals": (counts.merges,),
+        "arrivals": (counts.arrivals,),
     }
 
 

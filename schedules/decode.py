@@ -11,8 +11,20 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.ahead import Ahead, catch_up, look_up, run_ahead
-from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive_together
+from tvm_attn.schedules.primitives.ahead import (
+    Ahead,
+    catch_up,
+    copy_first,
+    locate_first,
+    look_up,
+    turns_of,
+)
+from tvm_attn.schedules.primitives.arrivals import (
+    NOBODY,
+    ask_for_units,
+    count_in,
+    find_parts,
+)
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     rank_in_cluster,
@@ -69,6 +81,9 @@ def begin(cta, work, batch, q, ahead, t, end):
     """
     first = T.meta_var(Task.of(cta, batch, t))
     is_early = T.meta_var(cta.hooks.variant.logits_transform is None)
+    k_rows, v_rows = T.meta_var(
+        [T.alloc_local((turns_of(tile),), "uint32") for tile in (cta.shared.k, cta.shared.v)]
+    )
     for i in T.unroll(3):
         read_item(cta.own, work.items, t + i, end)
     settle_warp()
@@ -80,11 +95,12 @@ def begin(cta, work, batch, q, ahead, t, end):
     derive_keys(cta, first)
     T.cuda.warp_sync()
     look_up(cta, ahead, t, t)
+    locate_first(cta, ahead, k_rows, v_rows)
     if is_early:
         wait_for_previous(cta)
     load_q(cta, first, q, t)
     commit_copies()
-    run_ahead(cta, ahead, t, t)
+    copy_first(cta, ahead, t, k_rows, v_rows)
     T.ptx.cp.async_.wait_group(1)
     T.cuda.cta_sync()
 
@@ -214,6 +230,7 @@ def attention(
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
         s: T.int32 = 0
+        probe, cut = T.meta_var([T.alloc_local((size,), "int32") for size in (1, 3)])
         k_places, v_places = T.meta_var(
             [Places.of_cache(cache, spec.kv_layout) for cache in (k, v)]
         )
@@ -228,16 +245,17 @@ def attention(
         while t < end:
             task = T.meta_var(Task.of(cta, batch, t))
             prepare(cta, work, batch, q, t, end)
+            ask_for_units(work.merge_indptr, lane.index, probe)
             attend(cta, HeldTask.hold(task), ahead, t, end, s)
+            if T.And(task.slot != NO_SLOT, warp == 0):
+                find_parts(work.merge_indptr, task.slot, lane.index, probe, cut)
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
-                last = T.meta_var(shared.verdict)
-                arrive_together(
-                    *(size, task.slot, work.merge_indptr, arrivals),
-                    *(last, thread, T.cuda.cta_sync),
-                )
-                if last[0] != NOBODY:
-                    merge_unit(cta, given, last[0])
+                parts = T.meta_var(shared.verdict)
+                counter = T.meta_var(cut[0] * size + rank)
+                count_in(counter, arrivals, cut, parts, thread, T.cuda.cta_sync)
+                if parts[0] != NOBODY:
+                    merge_unit(cta, task, given.outputs, parts[0], parts[1], t + 1 == end)
             t = t + 1
             if shares_item(cta):
                 if t < end:

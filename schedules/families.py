@@ -32,6 +32,8 @@ def refuses(spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
     """Say why there is no such family of few rows; empty if there is one."""
     if reason := tiles_decode.refuses(spec, makes, family):
         return reason
+    if family == "wide":
+        return "" if tiles_decode.wide_tiles(spec, target) else "the first one's tile is as good"
     fits = any(not one.excess for one in tiles_decode.candidates(spec, target, family))
     return "" if fits else "no tile fits"
 
@@ -49,6 +51,8 @@ def tiles_to_try(
     spec: AttentionSpec, target: BuildTarget, family: Kind, makes: Makes
 ) -> list[CudaTile]:
     """Return the best tile of a family, and after it some to try if its registers spill."""
+    if family == "wide":
+        return tiles_decode.wide_tiles(spec, target)
     if family in tiles_decode.FEW_ROWS:
         return tiles_decode.tiles_to_try(spec, target, family)
     return tiles_cuda.tiles_to_try(spec, target, family, makes)

@@ -28,7 +28,7 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-Kind = Literal["decode", "draft", "short", "long"]
+Kind = Literal["decode", "wide", "draft", "short", "long"]
 FAMILIES: tuple[Kind, ...] = ("short", "long")
 """Those whose tiles are here; requests of fewer rows have tiles of their own."""
 SHORT_ROWS = 64

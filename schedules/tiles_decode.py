@@ -35,15 +35,15 @@ from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.tir.signature import itemsize
 
-FEW_ROWS: tuple[Kind, ...] = ("decode", "draft")
-"""Families whose tiles are here: of requests with few rows, and with some more."""
+FEW_ROWS: tuple[Kind, ...] = ("decode", "wide", "draft")
+"""Families whose tiles are here: of requests with few rows, and with some more.
+
+"wide" is the first one's of a CTA that has a multiprocessor for itself.
+"""
 TILE_ROWS = (ROWS, 2 * ROWS)
 """Fused rows of a tile, which all warps have in registers."""
-CLUSTERS = {ROWS: (8, 4, 2), 2 * ROWS: (2,)}
-"""CTAs that may share each item of a plan with few units, most first, by the rows of a tile.
-
-Where they have more rows, there is no room for what more of them would send.
-"""
+CLUSTERS = (8, 4, 2)
+"""CTAs that may share each item of a plan with few units, most first."""
 HAVE_CLUSTERS = {"wgmma", "tcgen05"}
 """Features of cards whose clusters have as many CTAs."""
 GRANULE = 64
@@ -59,6 +59,8 @@ STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
 SHARED_COLUMNS = 16
 """Columns that are dealt to a CTA of a cluster at a time."""
+RECEIVED_ROWS = 8
+"""Rows that the CTAs of a cluster join at a time."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -133,33 +135,48 @@ class DecodeTile(CudaTile):
 
     @property
     def state_rows(self) -> int:
-        """Rows whose peaks and totals a CTA has room for: each warp's of a cluster."""
-        return self.rows * self.warps * max(self.clusters, default=1)
+        """Rows whose peaks and totals a CTA has room for: each warp's."""
+        return self.rows * self.warps
+
+    @property
+    def bound_words(self) -> int:
+        """Peaks and totals that a CTA has room for of the CTAs of a cluster."""
+        return 2 * RECEIVED_ROWS * max(self.clusters, default=0)
 
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
         return dim // self.passes
 
     def state_words(self, dim: int) -> int:
-        """Elements of outputs that a CTA has room for.
+        """Elements of outputs that a CTA has room for: the part of its warps."""
+        return self.rows * self.warps * state_pitch(self.part(dim))
 
-        They are the part of its own warps, or of each warp of a cluster the CTA's share of that.
-        """
+    def received_words(self, dim: int) -> int:
+        """Elements of outputs that a CTA has room for of a cluster: each CTA's of its share."""
         columns = self.part(dim)
         shares = (size * int(share_columns(columns, size)) for size in self.clusters)
-        return self.rows * self.warps * max((state_pitch(columns), *shares))
+        return RECEIVED_ROWS * max(shares, default=0)
+
+    def ring_words(self, spec: AttentionSpec) -> int:
+        """Words of the rings of all warps."""
+        row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
+        return self.warps * self.stages * self.block * row // WORD_BYTES
+
+    def part_words(self, spec: AttentionSpec) -> int:
+        """Words of the rings and of the states behind them, where parts are merged."""
+        return self.ring_words(spec) + self.state_words(spec.dim_vo)
 
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for."""
-        q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
+        q_dtype = str(spec.q_dtype)
         queries = 2 * self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)
-        row = (spec.head_dim_qk + spec.dim_vo) * itemsize(kv_dtype)
-        ring = self.stages * self.block * row
+        rings = self.ring_words(spec) * WORD_BYTES
         state = self.state_words(spec.dim_vo) * WORD_BYTES
         closed = 2 * self.state_rows * WORD_BYTES
+        received = (self.received_words(spec.dim_vo) + self.bound_words) * WORD_BYTES
         tasks = TASKS * TASK_WORDS * WORD_BYTES
-        words = (1 + 2 * bool(self.clusters)) * WORD_BYTES
-        return queries + self.warps * (ring + tasks) + state + closed + words
+        words = (2 + 2 * bool(self.clusters)) * WORD_BYTES
+        return queries + rings + self.warps * tasks + state + closed + received + words
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimate the registers of a thread."""
@@ -191,17 +208,16 @@ def candidates(
 ) -> list[Candidate]:
     """Return all tiles of a family, the best first and at the end those that do not fit a GPU.
 
-    CTAs of clusters share items of the first family alone.
+    CTAs of clusters do not share items of drafts.
     """
     arch = arch_of(target)
     found = []
-    rows = rows_of(spec, family)
-    has_clusters = family == "decode" and HAVE_CLUSTERS & arch.features
-    for tile in _tiles(spec, family, rows):
+    has_clusters = family != "draft" and HAVE_CLUSTERS & arch.features
+    for tile in _tiles(spec, family):
         tile = replace(
             tile,
             overlaps="tma" in arch.features,
-            clusters=CLUSTERS[rows] if has_clusters else (),
+            clusters=CLUSTERS if has_clusters else (),
             holds_queries=_can_hold(spec, tile.row_tiles),
         )
         one = with_residents(tile, spec, arch, (False, False))
@@ -211,16 +227,17 @@ def candidates(
 
 
 def rows_of(spec: AttentionSpec, family: Kind) -> int:
-    """Return the fused rows of a family's tile: those of a token, at least, of the first one's."""
-    is_first = family == "decode"
-    return ROWS if is_first and spec.group_size <= ROWS else 2 * ROWS
+    """Return the fused rows of a family's tile: those of a token at least, if it is decoding."""
+    return ROWS if family != "draft" and spec.group_size <= ROWS else 2 * ROWS
 
 
-def _tiles(spec: AttentionSpec, family: Kind, rows: int) -> Iterator[DecodeTile]:
+def _tiles(spec: AttentionSpec, family: Kind) -> Iterator[DecodeTile]:
     """Yield the tiles that may be considered."""
     row = (spec.head_dim_qk + spec.dim_vo) * itemsize(str(spec.kv_dtype))
+    rows = rows_of(spec, family)
     blocks = [block for block in BLOCKS if block == ROWS or block * row <= STAGE_BYTES]
-    for block, warps, passes in product(blocks, WARPS, PASSES):
+    sizes = (ENOUGH_WARPS,) if family == "wide" else WARPS
+    for block, warps, passes in product(blocks, sizes, PASSES):
         if spec.dim_vo % (passes * ROWS) == 0:
             yield DecodeTile(family, rows, block, warps, STAGES, 1, 1, passes=passes)
 
@@ -236,7 +253,25 @@ def tiles_to_try(
 
     First with fewer queries in them, then without clusters, whose CTAs keep what they share.
     """
-    tile = candidates(spec, target, family)[0].tile
+    return _with_fewer_registers(candidates(spec, target, family)[0])
+
+
+def wide_tiles(spec: AttentionSpec, target: BuildTarget) -> list[CudaTile]:
+    """Return the same of one CTA that has a multiprocessor for itself, for few units.
+
+    There is none where the tile for many units is that, has more rows, or CTAs do not share items.
+    """
+    usual = candidates(spec, target)[0].tile
+    best = candidates(spec, target, "wide")[0]
+    assert isinstance(usual, DecodeTile)
+    if best.excess or usual.rows > ROWS or usual.residents == 1 or not usual.clusters:
+        return []
+    return _with_fewer_registers(best)
+
+
+def _with_fewer_registers(best: Candidate) -> list[CudaTile]:
+    """Return a tile, and what to try if its registers spill."""
+    tile = best.tile
     assert isinstance(tile, DecodeTile)
     tiles = [tile, replace(tile, holds_queries=False)] if tile.holds_queries else [tile]
     alone = [replace(tiles[-1], clusters=())] if tile.clusters else []

@@ -23,6 +23,7 @@ from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits, family_counts
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.planner import batch_planner, work_planner
+from tvm_attn.tir.planner_shares import sharing_planner
 
 DECODE, SHORT, LONG = (
     Family("decode", 16, 64, 1, 2, cluster=1),
@@ -50,6 +51,11 @@ def bounds(mask: str) -> tuple[Any, tuple[Any, ...]]:
 @cache
 def plan_batch(paged: bool) -> Callable[..., None]:
     return compile_function(batch_planner(paged))
+
+
+@cache
+def share_out() -> Callable[..., None]:
+    return compile_function(sharing_planner())
 
 
 @cache
@@ -102,7 +108,7 @@ class Setting:
             for family, count in zip(FAMILIES, self.queues, strict=True)
         ]
         inspector = Inspector(
-            *(plan_batch(self.paged), plan_work(self.mask)),
+            *(plan_batch(self.paged), plan_work(self.mask), share_out()),
             *(FAMILIES, self.group, self.heads, RowBytes(512, 512)),
         )
         return inspector.plan(None, fmt, lambda _: {"all": self.values}, self.split, queues)

@@ -1,8 +1,10 @@
-"""Which plans have CTAs share items in clusters: those with few units, cut only where that pays."""
+"""Which plans share items in clusters or take wide CTAs: those with few units; cut if that pays."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,55 +14,103 @@ from tests.test_runtime_cuda import SPEC
 from tvm_attn.bsr import BSR
 from tvm_attn.runtime.inspector import Inspector, RowBytes
 from tvm_attn.runtime.plan import Family, Plan, WorkList
-from tvm_attn.runtime.sharing import UNCUT, Work, share_out, ways
+from tvm_attn.runtime.sharing import PARTS, UNCUT, Sharing, Work, tables
+from tvm_attn.tir.planner_shares import CROWD, SHORTEST, SHORTEST_STRETCH, Cost
 
-FAMILIES = (
-    *(Family("decode", 16, 64, 1, 2, cluster=size) for size in (8, 4, 2, 1)),
-    Family("short", 64, 64, 1, 2),
-    Family("long", 128, 64, 1, 2),
-)
+SIZES = (8, 4, 2, 1)
+DECODE = [Family("decode", 16, 64, 1, 2, cluster=size) for size in SIZES]
+WIDE = [Family("wide", 16, 64, 1, 1, cluster=size, replaces="decode") for size in SIZES]
+SHARERS = (*DECODE[:3], *WIDE, DECODE[3])
+FAMILIES = (*DECODE, *WIDE, Family("short", 64, 64, 1, 2), Family("long", 128, 64, 1, 2))
 BYTES = RowBytes(token=512, row=512)
-QUEUES = [29, 59, 132, 264, 264, 264]
+QUEUES = dict(zip(FAMILIES, [29, 59, 132, 264, 14, 29, 66, 132, 264, 264], strict=True))
+
+
+def compiled() -> list[Any]:
+    planner = kernel("full", SPEC)._libraries["planner"]
+    return [planner[name] for name in ("plan_batch", "plan_work", "share_out")]
 
 
 def planned(kv_lens: list[int], heads: int, qo_len: int = 1, split: int = 0) -> Plan:
-    planner = kernel("full", SPEC)._libraries["planner"]
-    inspector = Inspector(planner["plan_batch"], planner["plan_work"], FAMILIES, 4, heads, BYTES)
+    inspector = Inspector(*compiled(), FAMILIES, 4, heads, BYTES)
     pages = [-(-length // 16) for length in kv_lens]
     qo_indptr = [qo_len * n for n in range(len(kv_lens) + 1)]
     last = [(length - 1) % 16 + 1 for length in kv_lens]
     indptr = [0, *accumulate(pages)]
     fmt = BSR.from_page_table(qo_indptr, indptr, list(range(indptr[-1])), last, 16)
-    return inspector.plan(None, fmt, lambda plan: {}, split, QUEUES)
+    return inspector.plan(None, fmt, lambda plan: {}, split, list(QUEUES.values()))
 
 
 def work_of(kv_lens: list[int], heads: int) -> WorkList:
     [work] = planned(kv_lens, heads).work
-    assert work.family.name == "decode"
     return work
 
 
+def pieces_of(kv_lens: list[int], heads: int, split: int) -> list[int]:
+    """The pieces that a split makes of all units, longest first."""
+    pieces = [min(split, n - at) for n in kv_lens for at in range(0, n, split)]
+    return [size for size in sorted(pieces, reverse=True) for _ in range(heads)]
+
+
+def longest_queue(pieces: list[int], queues: int) -> int:
+    """The tokens of the longest queue, if pieces are dealt back and forth."""
+    load = [0] * queues
+    for n, size in enumerate(pieces):
+        turn, place = divmod(n, queues)
+        load[place if turn % 2 == 0 else queues - 1 - place] += size
+    return max(load)
+
+
+def ways(kv_lens: list[int], heads: int, work: Work) -> Iterator[tuple[float, Family, int]]:
+    """Every way to share units out, and how long it is estimated to take."""
+    block, longest, tokens = 64, max(kv_lens), sum(kv_lens) * heads
+    splits = [UNCUT, *(-(-longest // (int(parts) * block)) * block for parts in PARTS)]
+    costs, rates = tables(SHARERS, [QUEUES[family] for family in SHARERS], work)
+    for split in dict.fromkeys(splits):
+        pieces = pieces_of(kv_lens, heads, split)
+        for family, cost, rate in zip(SHARERS, costs, rates, strict=True):
+            queues = QUEUES[family]
+            if split != UNCUT and (
+                split < block * max(SHORTEST, family.cluster) or len(pieces) > CROWD * queues
+            ):
+                continue
+            busy, parts = min(len(pieces), queues), -(-longest // split)
+            time = tokens * rate[busy * family.cluster]
+            if parts > 1:
+                time = time * cost[Cost.BESIDE] + cost[Cost.CUT] + parts * cost[Cost.PART]
+            rest = longest_queue(pieces, queues) - tokens / busy
+            time += cost[Cost.LAUNCH] + rest * cost[Cost.TOKEN]
+            yield time + (len(pieces) / busy - 1) * cost[Cost.ITEM], family, split
+    for family, cost, rate in zip(SHARERS, costs, rates, strict=True):
+        share = max(tokens // QUEUES[family], block * SHORTEST_STRETCH)
+        if family.cluster == 1 and longest > share:
+            busy = max(tokens // share, 1)
+            time = cost[Cost.LAUNCH] + tokens * rate[busy] * cost[Cost.BESIDE]
+            time += cost[Cost.CUT] + (longest // share + 2) * cost[Cost.PART]
+            yield time + len(kv_lens) * heads / busy * cost[Cost.ITEM], family, 0
+
+
 @pytest.mark.parametrize(
-    ("kv_lens", "heads", "cluster", "cut"),
+    ("kv_lens", "heads", "family", "cut"),
     [
-        ([512], 8, 8, 0),
-        ([8192], 8, 8, 0),
-        ([32768], 1, 8, 1),
-        ([2048] * 16, 1, 8, 0),
-        ([2048] * 5, 8, 4, 0),
-        ([2048] * 64, 1, 2, 0),
-        ([512] * 16, 8, 1, 0),
-        ([512] * 64, 8, 1, 0),
-        ([131072] + [1024] * 15, 8, 2, 8),
-        ([8192] + [512] * 63, 1, 1, 1),
-        ([32768] + [512] * 255, 1, 1, 1),
-        ([0] * 20, 1, 1, 0),
+        ([512], 8, DECODE[0], 0),
+        ([8192], 8, WIDE[0], 0),
+        ([32768], 1, WIDE[1], 1),
+        ([2048] * 16, 1, DECODE[0], 0),
+        ([2048] * 64, 1, WIDE[2], 0),
+        ([512] * 16, 8, WIDE[3], 0),
+        ([512] * 64, 1, WIDE[3], 0),
+        ([512] * 256, 1, DECODE[3], 0),
+        ([131072] + [1024] * 15, 1, DECODE[1], 1),
+        ([8192] + [512] * 63, 1, WIDE[3], 1),
+        ([32768] + [512] * 255, 1, WIDE[3], 11),
+        ([0] * 20, 1, DECODE[3], 0),
     ],
 )
-def test_few_units_are_shared(kv_lens: list[int], heads: int, cluster: int, cut: int) -> None:
+def test_few_units_are_shared(kv_lens: list[int], heads: int, family: Family, cut: int) -> None:
     work = work_of(kv_lens, heads)
-    assert (work.family.cluster, len(work.merge_items)) == (cluster, cut)
-    assert work.num_ctas == QUEUES[[f.cluster for f in FAMILIES].index(cluster)]
+    assert (work.family, len(work.merge_items)) == (family, cut)
+    assert work.num_ctas == QUEUES[family]
 
 
 @pytest.mark.parametrize("kv_lens", [[2048] * 64, [8192] + [512] * 63, [8000, 1, 300, 0, 4321]])
@@ -68,21 +118,26 @@ def test_few_units_are_shared(kv_lens: list[int], heads: int, cluster: int, cut:
 def test_pieces_and_queues_are_foreseen(kv_lens: list[int], split: int) -> None:
     heads = 3
     [work] = planned(kv_lens, heads, split=split).work
-    foreseen = Work(np.array(kv_lens), heads, *BYTES)
+    pieces = pieces_of(kv_lens, heads, split)
     queues = [sum(item.kv_end - item.kv_begin for item in queue) for queue in work.queues()]
     empty = heads * kv_lens.count(0)
-    assert foreseen.pieces([split]) == [len(work.items) - empty]
-    assert foreseen.longest_queue(split, QUEUES[3]) == max(queues)
+    assert len(pieces) == len(work.items) - empty
+    assert longest_queue(pieces, QUEUES[DECODE[3]]) == max(queues)
 
 
 def test_the_way_of_the_least_time_is_taken() -> None:
-    queues = dict(zip(FAMILIES[:4], QUEUES, strict=False))
-    for kv_lens in ([512], [32768], [65536] + [512] * 63, [1024] * 16):
-        work = Work(np.array(kv_lens), 1, *BYTES)
-        chosen = share_out(work, queues)
-        times = {(way.family, way.split): way.estimate(work) for way in ways(work, queues)}
-        assert times[chosen] == min(times.values())
-        assert all(way.least(work) <= way.estimate(work) for way in ways(work, queues))
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(0, 4000, size).tolist() for size in (1, 7, 64, 150, 264)]
+    for kv_lens in ([512], [32768], [65536] + [512] * 63, [1024] * 16, [1] * 100, *drawn):
+        for heads in (heads for heads in (1, 4) if len(kv_lens) * heads <= 264 and max(kv_lens)):
+            work = Work(512, 2048)
+            sharing = Sharing(compiled()[2], SHARERS, heads)
+            queues = tuple(QUEUES[family] for family in SHARERS)
+            lengths = np.array(kv_lens, np.int32)
+            family, split = sharing.choose(lengths, queues, work)
+            times = {way[1:]: way[0] for way in ways(kv_lens, heads, work)}
+            least = pytest.approx(min(times.values()), rel=1e-5)
+            assert times[SHARERS[family], split] == least
 
 
 def test_every_key_is_attended_to_once() -> None:
@@ -96,6 +151,6 @@ def test_every_key_is_attended_to_once() -> None:
 
 def test_a_fixed_split_and_longer_requests_have_no_clusters() -> None:
     [fixed] = planned([512] * 4, 1, split=128).work
-    assert fixed.family.cluster == 1
+    assert fixed.family == DECODE[3]
     mixed = planned([512] * 4, 1, qo_len=5)
     assert [(work.family.name, work.family.cluster) for work in mixed.work] == [("short", 0)]

@@ -10,13 +10,16 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from tests.compiling import unwritten_operands
+from tests.compiling import FIND, unwritten_operands
 from tests.generating import generate_kernel
+from tvm_attn.codegen.cuda import compile_source
+from tvm_attn.runtime.disassembly import disassemble
 from tvm_attn.schedules import decode
 from tvm_attn.schedules.families import tiles_to_try
 from tvm_attn.schedules.primitives import ahead, join
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES
 from tvm_attn.schedules.primitives.staging import SwizzledTile
+from tvm_attn.schedules.tiles_cuda import Kind
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import parse_target
@@ -127,3 +130,19 @@ def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:
         tile, *_ = tiles_to_try(problem, HOPPER, "decode", (False, False))
         kernel = generate_kernel(problem, VARIANTS["full"](problem), tile, HOPPER)
         assert ("kv_indices_ptr[" in kernel.body) == (page_size is not None)
+
+
+@pytest.mark.parametrize("family", ["decode", "wide"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_warps_never_count_as_diverged(family: Kind, kv_dtype: str) -> None:
+    """Else every shuffle of the loop would first see to it that they are not."""
+    compiler = FIND["nvcc"]()
+    if compiler is None:
+        pytest.skip("no nvcc")
+    problem = AttentionSpec(32, 8, 128, q_dtype="bfloat16", kv_dtype=kv_dtype, page_size=16)
+    tile, *_ = tiles_to_try(problem, HOPPER, family, (False, False))
+    kernel = generate_kernel(problem, VARIANTS["causal"](problem), tile, HOPPER)
+    assert HOPPER.arch is not None
+    made = compile_source(compiler, "attention", kernel.source, HOPPER.arch)
+    assert "0 bytes stack frame, 0 bytes spill stores" in made.report
+    assert "BRA.DIV" not in disassemble(made.cubin)

@@ -6,9 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from tests.cases import kernel
-from tests.test_cluster_plans import BYTES
-from tests.test_runtime_cuda import SPEC
+from tests.test_cluster_plans import BYTES, compiled
 from tvm_attn.bsr import BSR
 from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.inspector import Inspector
@@ -23,9 +21,7 @@ def planned(
     chunks: list[tuple[int, int]], decoding: list[int], long: Family = LONG, split: int = 0
 ) -> Plan:
     """A plan of chunks of so many query and KV tokens, and requests that decode; 32/8 heads."""
-    planner = kernel("full", SPEC)._libraries["planner"]
-    families = (DECODE, SHORT, long)
-    inspector = Inspector(planner["plan_batch"], planner["plan_work"], families, 4, 8, BYTES)
+    inspector = Inspector(*compiled(), (DECODE, SHORT, long), 4, 8, BYTES)
     qo_lens, kv_lens = zip(*chunks, *((1, length) for length in decoding), strict=True)
     pages = [-(-length // 16) for length in kv_lens]
     last = [(length - 1) % 16 + 1 for length in kv_lens]

@@ -176,7 +176,8 @@ def test_candidates_are_all_that_fit_and_what_does_not(
 def test_tables_say_what_became_of_each_tile() -> None:
     assert set(WORSE) == {*Rank._fields, *DecodeRank._fields}
     problem, target = spec((128, 128)), parse_target("sm_86")
-    limits, decode, draft, *others = tile_tables(problem, target)
+    limits, no_wide, decode, draft, *others = tile_tables(problem, target)
+    assert no_wide.title.startswith("no wide family: ")
     assert ("a CTA", "101,376", "65,536", "1,024") in limits.rows
     for family, table in (("decode", decode), ("draft", draft)):
         assert table.title.startswith(family) and table.rows[0][-1] == "chosen"
@@ -193,7 +194,7 @@ def test_tables_say_what_became_of_each_tile() -> None:
 
 def test_tables_need_no_compiler_and_check_what_they_are_given() -> None:
     problem = spec((64, 64))
-    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 5 + len(FAMILIES)
+    assert len(pipeline.tile_tables(problem, causal(), "sm_90")) == 6 + len(FAMILIES)
     [cpu] = pipeline.tile_tables(problem)
     assert [row[0] for row in cpu.rows] == list(FAMILIES)
     with pytest.raises(TargetError, match="q_dtype=float32"):

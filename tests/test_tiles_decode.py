@@ -12,6 +12,7 @@ from tests.generating import generate_kernel
 from tvm_attn import pipeline
 from tvm_attn.errors import SpecError
 from tvm_attn.schedules.families import families, query_tiles, refuses, tiles_to_try
+from tvm_attn.schedules.primitives.parts import PART_WORDS
 from tvm_attn.schedules.tiles_cuda import FAMILIES, Kind
 from tvm_attn.schedules.tiles_decode import ENOUGH_WARPS, FEW_ROWS, DecodeTile, candidates
 from tvm_attn.shipped import VARIANTS
@@ -96,7 +97,7 @@ def test_there_is_no_family_of_few_rows_for_transformed_keys_or_values(
 @pytest.mark.parametrize(
     ("group", "dims", "rows"),
     [
-        *((group, (128, 128), {"decode": 16, "draft": 32}) for group in (1, 3, 16)),
+        *((group, (128, 128), {"decode": 16, "wide": 16, "draft": 32}) for group in (1, 3, 16)),
         *((group, (192, 128), {"decode": 32}) for group in (17, 32)),
         (4, (256, 256), {"decode": 16}),
         (17, (256, 256), {}),
@@ -120,9 +121,9 @@ def test_tiles_have_the_rows_of_a_token_at_least(
 @pytest.mark.parametrize(
     ("arch", "kv_dtype", "schedule", "expected"),
     [
-        ("sm_90", None, None, ["decode", "short", "long"]),
-        ("sm_90", None, "sm80", ["decode", "draft", "short", "long"]),
-        ("sm_90", "float8_e4m3fn", None, ["decode", "draft", "short", "long"]),
+        ("sm_90", None, None, ["decode", "wide", "short", "long"]),
+        ("sm_90", None, "sm80", ["decode", "wide", "draft", "short", "long"]),
+        ("sm_90", "float8_e4m3fn", None, ["decode", "wide", "draft", "short", "long"]),
         ("sm_80", None, None, ["decode", "draft", "short", "long"]),
     ],
 )
@@ -135,6 +136,34 @@ def test_drafts_are_short_requests_where_hopper_has_a_kernel_for_these(
     assert [ranked[0].family for ranked in tiles] == expected
     rows = [ranked[0].rows for ranked in tiles]
     assert rows == sorted(rows)
+
+
+def test_wide_ctas_are_there_where_two_share_a_multiprocessor() -> None:
+    [wide, *_] = tiles_to_try(spec(), HOPPER, "wide", PLAIN)
+    assert (wide.warps, wide.residents, wide.block, wide.passes) == (8, 1, 16, 1)
+    for dims in DIMS:
+        problem = spec(dims)
+        usual, *_ = tiles_to_try(problem, HOPPER, "decode", PLAIN)
+        tiles = tiles_to_try(problem, HOPPER, "wide", PLAIN)
+        assert bool(tiles) == ("wide" in families(problem, HOPPER, PLAIN))
+        assert not tiles or usual.residents > 1
+        for tile in tiles:
+            assert HOPPER.arch is not None
+            assert tile.shared_bytes(problem) <= HOPPER.arch.shared_memory_per_block
+    for arch in ("sm_80", "sm_120"):
+        assert not tiles_to_try(spec(), parse_target(arch), "wide", PLAIN)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", STORED)
+def test_there_is_room_to_merge_parts(arch: str, kv_dtype: str | None) -> None:
+    for dims in DIMS:
+        problem = spec(dims, kv_dtype)
+        for family in ("decode", "wide"):
+            for tile in tiles_to_try(problem, parse_target(arch), family, PLAIN):
+                assert isinstance(tile, DecodeTile)
+                part = PART_WORDS * tile.threads
+                assert tile.part_words(problem) - tile.ring_words(problem) >= part
 
 
 def test_fewer_queries_are_held_and_clusters_left_out_if_registers_spill() -> None:
@@ -154,7 +183,7 @@ def test_clusters_are_there_where_they_can_have_eight_ctas(arch: str) -> None:
     tile, *_ = tiles_to_try(spec(), parse_target(arch), "decode", PLAIN)
     assert tile.clusters == ((8, 4, 2) if arch in ("sm_90", "sm_100") else ())
     wider, *_ = tiles_to_try(spec(group=32), parse_target(arch), "decode", PLAIN)
-    assert wider.clusters == ((2,) if arch in ("sm_90", "sm_100") else ())
+    assert (wider.rows, wider.clusters) == (32, tile.clusters)
 
 
 def test_a_card_without_room_has_no_decode_family() -> None:

@@ -81,12 +81,14 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
     """Compile the planner, for hosts unknown."""
     from tvm_attn.tir.planner import batch_planner, work_planner
     from tvm_attn.tir.planner_bitmaps import Bitmaps
+    from tvm_attn.tir.planner_shares import sharing_planner
 
     functions = {
         "plan_batch": batch_planner(spec.is_paged),
         "plan_work": work_planner(
             hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks)
         ),
+        "share_out": sharing_planner(),
     }
     return compile_functions("planner", functions, portable_host())
 
@@ -151,6 +153,7 @@ def generate_kernel(
                     **{"overhead": t.overhead, "residents": shares[name]},
                     "cached_tokens": cached if t.family == "long" else 0,
                     **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
+                    **({"replaces": "decode"} if t.family == "wide" else {}),
                 }
                 for name, t in tiles.items()
             ],

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.places import Places
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.schedules.primitives.staging import commit_copies, copy_chunk
+from tvm_attn.schedules.primitives.staging import SharedTile, commit_copies, copy_chunk
 from tvm_attn.schedules.primitives.task import Request, Task, split_token
 from tvm_attn.variant import Expr
 
@@ -81,22 +81,30 @@ class Ahead:
         return tirx.Cast("uint32", before + row) < tirx.Cast("uint32", count)
 
 
-@T.inline
-def copy_block(cta, ahead, tile, places, place, step):
-    """Begin to copy the rows of the next block; lanes know the places of every few tokens.
+def turns_of(tile: SharedTile) -> int:
+    """Return how many chunks of a block a lane copies."""
+    return -(-tile.rows * (tile.columns // tile.chunk) // WARP)
 
-    Neighbouring lanes copy neighbouring chunks. From one of these tokens to the next it is `step`.
+
+@T.inline
+def locate_rows(cta, ahead, tile, place, step, rows):
+    """Find where the rows of the lane's chunks are; lanes know the places of every few tokens.
+
+    From one of these tokens to the next it is `step`.
     """
-    chunks = T.meta_var(tile.columns // tile.chunk)
-    total = T.meta_var(tile.rows * chunks)
-    turns = T.meta_var(-(-total // WARP))
-    rows = T.alloc_local((turns,), "uint32")
-    for i in T.unroll(turns):
-        row = T.meta_var((i * WARP + cta.lane.index) // chunks)
+    for i in T.unroll(turns_of(tile)):
+        row = T.meta_var((i * WARP + cta.lane.index) // (tile.columns // tile.chunk))
         lane = T.meta_var(ahead[Cursor.LANE] + T.shift_right(row, cta.run_bits))
         rest = T.meta_var(T.bitwise_and(row, T.shift_left(1, cta.run_bits) - 1))
         rows[i] = of_lane(place, lane) + T.Cast("uint32", rest) * step
-    for i in T.unroll(turns):
+
+
+@T.inline
+def copy_rows(cta, ahead, tile, places, rows):
+    """Begin to copy the rows of the next block: neighbouring lanes copy neighbouring chunks."""
+    chunks = T.meta_var(tile.columns // tile.chunk)
+    total = T.meta_var(tile.rows * chunks)
+    for i in T.unroll(turns_of(tile)):
         at = T.meta_var(i * WARP + cta.lane.index)
         column = T.meta_var(at % chunks * tile.chunk)
         if T.Or(T.bool(total % WARP == 0), at < total):
@@ -108,15 +116,23 @@ def copy_block(cta, ahead, tile, places, place, step):
 
 
 @T.inline
+def copy_block(cta, ahead, tile, places, place):
+    """Begin to copy the rows of the next block."""
+    rows = T.alloc_local((turns_of(tile),), "uint32")
+    locate_rows(cta, ahead, tile, place, cta.token_step(places), rows)
+    copy_rows(cta, ahead, tile, places, rows)
+
+
+@T.inline
 def gather_k(cta, ahead):
     """Begin to copy the keys of the next block."""
-    copy_block(cta, ahead, cta.shared.k, ahead.k, ahead.places[0], cta.token_step(ahead.k))
+    copy_block(cta, ahead, cta.shared.k, ahead.k, ahead.places[0])
 
 
 @T.inline
 def gather_v(cta, ahead):
     """Begin to copy the values of the next block."""
-    copy_block(cta, ahead, cta.shared.v, ahead.v, ahead.places[1], cta.token_step(ahead.v))
+    copy_block(cta, ahead, cta.shared.v, ahead.v, ahead.places[1])
 
 
 @T.inline
@@ -161,6 +177,34 @@ def take(cta, ahead):
 
 
 @T.inline
+def go_on(cta, ahead):
+    """Go on to the block after the one whose copy has begun."""
+    ahead.set(Cursor.COPIED, ahead[Cursor.COPIED] + 1)
+    ahead.set(Cursor.KEY, ahead[Cursor.KEY] + cta.turn)
+    ahead.set(Cursor.LANE, ahead[Cursor.LANE] + cta.lanes_of_block)
+
+
+@T.inline
+def locate_first(cta, ahead, k_rows, v_rows):
+    """Find where the rows of the warp's first block are, once its pages are there."""
+    T.cuda.warp_sync()
+    take(cta, ahead)
+    locate_rows(cta, ahead, cta.shared.k, ahead.places[0], cta.token_step(ahead.k), k_rows)
+    locate_rows(cta, ahead, cta.shared.v, ahead.places[1], cta.token_step(ahead.v), v_rows)
+
+
+@T.inline
+def copy_first(cta, ahead, t, k_rows, v_rows):
+    """Begin to copy the warp's first block, which has been located, and look up those to come."""
+    if ahead[Cursor.KEY] < ahead[Cursor.END]:
+        copy_rows(cta, ahead, cta.shared.k, ahead.k, k_rows)
+        copy_rows(cta, ahead, cta.shared.v, ahead.v, v_rows)
+        go_on(cta, ahead)
+    commit_copies()
+    look_up(cta, ahead, t, t)
+
+
+@T.inline
 def run_ahead(cta, ahead, t, last):
     """Begin to copy the next block, if its pages were looked up, and look up those to come."""
     T.cuda.warp_sync()  # all lanes are done with what is overwritten
@@ -168,9 +212,7 @@ def run_ahead(cta, ahead, t, last):
     if ahead[Cursor.KEY] < ahead[Cursor.END]:
         gather_k(cta, ahead)
         gather_v(cta, ahead)
-        ahead.set(Cursor.COPIED, ahead[Cursor.COPIED] + 1)
-        ahead.set(Cursor.KEY, ahead[Cursor.KEY] + cta.turn)
-        ahead.set(Cursor.LANE, ahead[Cursor.LANE] + cta.lanes_of_block)
+        go_on(cta, ahead)
     commit_copies()
     look_up(cta, ahead, t, last)
 

@@ -8,12 +8,6 @@ from tvm.script import tirx as T
 
 from tvm_attn.variant import Expr
 
-STORE_PEER = r"""
-__device__ __forceinline__ void store_peer(unsigned address, unsigned barrier, float value) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];"
-               :: "r"(address), "r"(barrier), "f"(value) : "memory");
-}
-"""
 STORE_PEER_PAIR = r"""
 __device__ __forceinline__ void store_peer_pair(unsigned address, unsigned barrier, float a,
                                                 float b) {
@@ -62,17 +56,14 @@ def address_in(peer: Any, address: Expr, rank: Expr) -> Expr:
     return T.ptx["mapa.shared::cluster.u32"](peer, address, T.Cast("uint32", rank))
 
 
-def store_peer(address: Expr, barrier: Expr, value: Expr) -> Expr:
-    """Begin to store a float32 in another CTA, whose barrier counts the bytes that have come."""
-    given = {"source_code": STORE_PEER, "return_type": "void"}
-    return T.cuda.func_call("store_peer", address, barrier, value, **given)
+def store_peer_pair(address: Expr, barrier: Expr, *values: Expr) -> Expr:
+    """Begin to store two neighbouring float32 in another CTA, whose barrier counts their bytes."""
+    given = {"source_code": STORE_PEER_PAIR, "return_type": "void"}
+    return T.cuda.func_call("store_peer_pair", address, barrier, *values, **given)
 
 
-def store_peer_run(address: Expr, barrier: Expr, values: list[Expr]) -> Expr:
-    """Begin to store two or four neighbouring float32 in another CTA, as `store_peer` does."""
-    name, source = {
-        2: ("store_peer_pair", STORE_PEER_PAIR),
-        4: ("store_peer_quad", STORE_PEER_QUAD),
-    }[len(values)]
-    given = {"source_code": source, "return_type": "void"}
-    return T.cuda.func_call(name, address, barrier, *values, **given)
+def store_peer_quad(address: Expr, barrier: Expr, quad: Any) -> Expr:
+    """Begin to store four neighbouring float32 in another CTA, as `store_peer_pair` does two."""
+    given = {"source_code": STORE_PEER_QUAD, "return_type": "void"}
+    values = (quad[e] for e in range(4))
+    return T.cuda.func_call("store_peer_quad", address, barrier, *values, **given)

@@ -7,7 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import pack, store_pair
+from tvm_attn.schedules.primitives.fragments import pack, store_pair, store_relaxed, store_run
+from tvm_attn.schedules.tiles_decode import SHARED_COLUMNS
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import NO_SLOT
 
@@ -64,12 +65,16 @@ def store_row(cta, task, outputs, joined, place, column, lse):
 
 @T.inline
 def store_part(cta, task, outputs, joined, place, column, lse):
-    """Store four elements of a row's partial state, and its LSE with the first ones."""
+    """Store four elements of a row's partial state, and its LSE with the CTA's first ones.
+
+    All CTAs of a cluster store the same LSE, each for that one which merges its share.
+    """
     inverse: T.let[T.float32] = cta.hooks.accumulation.inverse(joined.total[0])
     for e in T.unroll(QUAD):
-        outputs.partial_o[task.slot, place, column + e] = joined.out[e] * inverse
-    if column == 0:
-        outputs.partial_lse[task.slot, place] = lse
+        joined.out[e] = joined.out[e] * inverse
+    store_run(outputs.partial_o.ptr_to([task.slot, place, column]), joined.out)
+    if column == cta.rank * SHARED_COLUMNS:
+        store_relaxed(outputs.partial_lse.ptr_to([task.slot, place]), lse)
 
 
 @T.inline

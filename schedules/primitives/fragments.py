@@ -115,6 +115,16 @@ def load_run(registers: Any, first: Any, pointer: Expr) -> Expr:
     return T.ptx["ld.global.v4.f32"](*(registers[first + i] for i in range(4)), pointer)
 
 
+def store_run(pointer: Expr, registers: Any) -> Expr:
+    """Store four float32 registers to 16 bytes, aligned, of global memory."""
+    return T.ptx["st.global.v4.f32"](pointer, *(registers[i] for i in range(4)))
+
+
+def store_relaxed(pointer: Expr, value: Expr) -> Expr:
+    """Store a float32 to where other CTAs may store the same."""
+    return T.ptx["st.relaxed.gpu.global.f32"](pointer, value)
+
+
 def load_shared(register: Expr, address: Expr) -> Expr:
     """Load 4 bytes from shared memory."""
     return T.ptx["ld.shared.b32"](register, address)

@@ -12,7 +12,8 @@ from tvm_attn.schedules.primitives.clusters import (
 from tvm_attn.schedules.primitives.finish import QUAD, Joined, empty, store_quad
 from tvm_attn.schedules.primitives.fragments import over_row, store_shared_pair
 from tvm_attn.schedules.primitives.shapes import COLUMNS
-from tvm_attn.schedules.primitives.shares import Shares, receive_state, send_state, store_share
+from tvm_attn.schedules.primitives.shares import Shares, receive_state, send_quad, store_share
+from tvm_attn.schedules.tiles_decode import RECEIVED_ROWS
 
 
 @T.inline
@@ -69,6 +70,39 @@ def store_joined(cta, task, outputs, joined, turn):
 
 
 @T.inline
+def send_joined(cta, joined, shares, first, rows):
+    """Join the warps' states of some rows, and write each quad to the CTA whose share it is."""
+    quads = T.meta_var(shares.columns // QUAD)
+    if cta.thread == 0:
+        T.evaluate(cta.shared.sent.expect(shares.bytes(rows)))
+    i: T.int32 = cta.thread
+    while i < rows * quads:
+        row: T.let[T.int32] = i // quads
+        column: T.let[T.int32] = i % quads * QUAD
+        join(cta, joined, first + row, column)
+        send_quad(cta, shares, joined, row, column)
+        i = i + cta.tile.threads
+
+
+@T.inline
+def store_shared(cta, task, outputs, joined, turn):
+    """Join a part of the columns with the cluster's other CTAs, and store the CTA's share."""
+    shares = T.meta_var(Shares.of(cta))
+    for n in T.unroll(cta.tile.rows // RECEIVED_ROWS):
+        first = T.meta_var(n * RECEIVED_ROWS)
+        rows: T.let[T.int32] = T.min(task.row_end - task.row0 - first, RECEIVED_ROWS)
+        if rows > 0:
+            if n > 0:
+                arrive_at_cluster()
+            wait_for_cluster()  # the peers have read what was sent before
+            send_joined(cta, joined, shares, first, rows)
+            receive_state(cta)
+            store_share(cta, task, outputs, joined, shares, turn, first, rows)
+    if turn + 1 < cta.tile.passes:
+        arrive_at_cluster()
+
+
+@T.inline
 def store_state(cta, task, outputs):
     """Close the rows and store them: results of a whole unit, a partial state of a piece."""
     r = T.meta_var(cta.registers)
@@ -76,18 +110,11 @@ def store_state(cta, task, outputs):
     for i in T.unroll(cta.rows):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
-    if shares_item(cta):
-        shares = T.meta_var(Shares.of(cta))
-        for turn in T.unroll(cta.tile.passes):
-            wait_for_cluster()  # the peers have read what was sent before
-            send_state(cta, task, shares, turn)
-            receive_state(cta)
-            store_share(cta, task, outputs, joined, shares, turn)
-            if turn + 1 < cta.tile.passes:
-                arrive_at_cluster()
-    else:
-        for turn in T.unroll(cta.tile.passes):
-            T.cuda.cta_sync()  # the warps have read what was shared before
-            share_state(cta, task, turn)
-            T.cuda.cta_sync()
+    for turn in T.unroll(cta.tile.passes):
+        T.cuda.cta_sync()  # the warps have read what was shared before
+        share_state(cta, task, turn)
+        T.cuda.cta_sync()
+        if shares_item(cta):
+            store_shared(cta, task, outputs, joined, turn)
+        else:
             store_joined(cta, task, outputs, joined, turn)

@@ -33,8 +33,10 @@ class StreamTiles:
 
     ``q`` has the rows of two items, as they are stored. ``k`` and ``v`` are the warps' rings of
     blocks; ``tasks`` are words of `task.Task`, the warp's own. ``state`` (rows of outputs),
-    ``peaks`` and ``totals`` are where warps put their states to be joined; ``verdict`` is one word.
-    ``sent`` completes a phase, whose parity is kept, when all of a cluster's warps have done so.
+    ``peaks`` and ``totals`` are where warps put their states to be joined, ``received`` and
+    ``bounds`` where the CTAs of a cluster do; ``parts`` are the rings and ``state`` once more.
+    ``sent`` completes a phase, whose parity is kept, when all of the cluster's CTAs have put
+    theirs. ``verdict`` are two words.
     """
 
     q: SharedTile
@@ -44,6 +46,9 @@ class StreamTiles:
     state: Any
     peaks: Any
     totals: Any
+    parts: Any
+    received: Any
+    bounds: Any
     verdict: Any
     sent: Barriers
     parity: Any
@@ -61,16 +66,24 @@ class StreamTiles:
             SwizzledTile.allocate(pool, tile.block, dim, kv_dtype, stages)
             for dim in (spec.head_dim_qk, spec.dim_vo)
         )
+        rings_end = pool.offset
         state = pool.alloc((tile.state_words(spec.dim_vo),), "float32", align=16)
         peaks, totals = (pool.alloc((tile.state_rows,), "float32", align=16) for _ in range(2))
+        shares = (tile.received_words(spec.dim_vo), tile.bound_words) if tile.clusters else ()
+        of_peers = [pool.alloc((size,), "float32", align=16) for size in shares]
         tasks = pool.alloc((tile.warps * TASKS * TASK_WORDS,), "int32", align=16)
         words = pool.alloc((1,), "uint64", align=8) if tile.clusters else None
-        verdict = pool.alloc((1,), "int32", align=4)
+        verdict = pool.alloc((2,), "int32", align=4)
+        end = pool.offset
+        pool.move_base_to(rings_end - tile.ring_words(spec) * WORD_BYTES)
+        parts = pool.alloc((tile.part_words(spec),), "float32", align=16)
+        pool.move_base_to(end)
         pool.commit()
         sent = Barriers(words, first=0, count=1, arrivals=1)
         own_tasks = _part(tasks, TASKS * TASK_WORDS, warp)
-        origins = tuple(shared_address(buffer) for buffer in (state, peaks, totals))
-        fields = (q, k, v, own_tasks, state, peaks, totals, verdict)
+        origins = tuple(shared_address(buffer) for buffer in (state, *of_peers))
+        received, bounds = of_peers or (None, None)
+        fields = (q, k, v, own_tasks, state, peaks, totals, parts, received, bounds, verdict)
         return StreamTiles(*fields, sent, T.alloc_local((1,), "int32"), origins, columns)
 
     def row_index(self, warp: Expr, place: Expr) -> Expr:
@@ -85,13 +98,15 @@ class StreamTiles:
         """Address of an element of a warp's row in shared memory."""
         return shared_word(self.origins[0], self.state_index(warp, place, column))
 
-    def peak_address(self, warp: Expr, place: Expr) -> Expr:
-        """Address of the peak of a warp's row."""
-        return shared_word(self.origins[1], self.row_index(warp, place))
+    @property
+    def received_address(self) -> Expr:
+        """Address of what was received in shared memory."""
+        return self.origins[1]
 
-    def total_address(self, warp: Expr, place: Expr) -> Expr:
-        """Address of the total of a warp's row."""
-        return shared_word(self.origins[2], self.row_index(warp, place))
+    @property
+    def bounds_address(self) -> Expr:
+        """Address of the bounds that were received in shared memory."""
+        return self.origins[2]
 
     @property
     def sent_address(self) -> Expr:
@@ -211,14 +226,3 @@ class StreamingCta(Cta):
         group, e = p // 2, p % 2
         column = group * ROWS + 2 * (self.lane.column(0) + e)
         return self.out(m, 2 * group, half, e), self.out(m, 2 * group + 1, half, e), column
-
-    @property
-    def run_length(self) -> int:
-        """Accumulators of a row that are neighbours in it: two, or four of widened values."""
-        return 4 if self.is_widened else 2
-
-    def run(self, n: Expr, i: Expr) -> tuple[list[Expr], Expr]:
-        """Return such accumulators, and the first one's column."""
-        pairs = self.run_length // 2
-        found = [self.pair(pairs * n + p, i) for p in range(pairs)]
-        return [index for pair in found for index in pair[:2]], found[0][2]

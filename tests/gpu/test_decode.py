@@ -6,7 +6,6 @@ token more, items that end while the next one's first block is copied, one giant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from tests.cases import check, spec_of, variant
 from tests.machine import Machine
 from tests.test_semantics import assert_same_bits
 from tvm_attn._pairwise import Row
-from tvm_attn.runtime import inspector
-from tvm_attn.runtime.plan import Family, Plan
-from tvm_attn.runtime.sharing import UNCUT, Work
+from tvm_attn.runtime.plan import Plan
+from tvm_attn.runtime.sharing import UNCUT, Sharing
 from tvm_attn.spec import AttentionSpec
 
 GROUPS = (*range(1, 17), 32, 64)
@@ -88,25 +86,28 @@ def test_every_kind_of_batch(machine: Machine, kind: str) -> None:
     spec = spec_of(PLAIN)
     batch = batch_of(machine, spec, LENS[kind])
     plan = plan_of(machine, batch)
-    assert [work.family.name for work in plan.work] == ["decode"]
+    assert [work.family.schedule for work in plan.work] == ["decode"]
     assert_same_bits(machine.check("causal", batch), machine.check("causal", batch))
 
 
-@pytest.mark.parametrize("split", [UNCUT, 512])
+@pytest.mark.parametrize("split", [UNCUT, 512, 64])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["decode", "wide"])
 @pytest.mark.parametrize("row", [PLAIN, *ROWS[1:16:4]], ids=lambda row: f"g{row['group']}")
 def test_every_way_to_share_out(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, row: Row, size: int, split: int
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, row: Row, kind: str, size: int, split: int
 ) -> None:
     """CTAs alone and in clusters, whole units and cut ones, one and several for each."""
-
-    def choose(work: Work, queues: Mapping[Family, int]) -> tuple[Family, int]:
-        return next(family for family in queues if family.cluster == size), split
-
-    monkeypatch.setattr(inspector, "share_out", choose)
     spec = spec_of(row)
-    if size not in [family.cluster for family in machine.kernel(row["variant"], spec).families]:
-        pytest.skip(f"no clusters of {size} here")
+    families = machine.kernel(row["variant"], spec).families
+    found = [family for family in families if (family.name, family.cluster) == (kind, size)]
+    if not found:
+        pytest.skip(f"no {kind} CTAs in clusters of {size} here")
+
+    def choose(sharing: Sharing, *_: Any) -> tuple[int, int]:
+        return sharing.families.index(found[0]), split
+
+    monkeypatch.setattr(Sharing, "choose", choose)
     for lens in ([4000], LENS["edges"], [300 + 37 * n for n in range(70)]):
         batch = batch_of(machine, spec, lens)
         assert_same_bits(machine.check(row["variant"], batch), machine.check(row["variant"], batch))
@@ -133,7 +134,8 @@ def test_drafts_of_several_tokens(machine: Machine, row: Row, qo_len: int, lens:
     families = machine.kernel(row["variant"], spec).families
     rows = qo_len * spec.group_size
     [work] = machine.kernel(row["variant"], spec).plan(batch.fmt).work
-    assert work.family.name == next(each.name for each in families if rows <= each.rows)
+    served = work.family.replaces or work.family.name
+    assert served == next(each.name for each in families if rows <= each.rows)
     machine.check(row["variant"], batch)
 
 
