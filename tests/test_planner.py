@@ -166,6 +166,25 @@ def test_work_is_dealt_in_parts_that_share_a_cache() -> None:
     assert len({part for queue in parts for part in queue}) == 8
 
 
+@pytest.mark.parametrize(
+    ("size", "length", "heads", "at_once"), [(16, 1024, 16, 2), (8, 2048, 15, 4)]
+)
+def test_parts_of_one_head_that_are_uneven_become_larger(
+    size: int, length: int, heads: int, at_once: int
+) -> None:
+    shape = {"ctas": 132, "tile": 128, "block": 112, "overhead": 1, "mask": "causal"}
+    tokens = 10_922
+    work = Work((length,) * size, (length,) * size, heads, tokens_at_once=tokens, **shape)
+    made = run(work)
+    check(work, made)
+    loads, between = made.loads(work), tokens // length
+    assert max(loads) * work.ctas <= 1.05 * sum(loads)
+    for begin, end in pairwise(made.cta_indptr.tolist()):
+        items = [i for i in made.rows()[begin:end] if i[Item.REQUEST] != between]
+        parts = [(i[Item.REQUEST] > between, i[Item.KV_HEAD] // at_once) for i in items]
+        assert parts == sorted(parts)
+
+
 @pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize(
     ("qo_lens", "kv_lens"),

@@ -13,12 +13,15 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_deal import SORT_BINS, write_heads
-from tvm_attn.tir.planner_ints import INT32_MAX, as_bit, assign, div, low_word, var, wide
+from tvm_attn.tir.planner_ints import INT32_MAX, as_bit, assign, ceil_div, low_word, var, wide
 from tvm_attn.tir.planner_units import STRIDE, Table
 from tvm_attn.worklist import Item
 
 CTA_BITS = 20
 """Lowest bits of an entry of a heap: the CTA; those above are its load."""
+
+ATTEMPTS = 4
+"""Sizes of parts that are tried: one, two and four heads of some requests, and all of all."""
 
 
 def load_of(entry: Any) -> Any:
@@ -112,12 +115,13 @@ def go_over_units(table, machine, heads_at_once, heap, visit):
             table.rows[in_parts(table, T.min(end, table.count - 1)), int(Item.KV_HEAD)] == part,
         ):
             end = end + 1
-        for group in T.serial(div(machine.heads.value, heads_at_once)):
+        for group in T.serial(ceil_div(machine.heads.value, heads_at_once)):
+            first = var(group * heads_at_once)
             for i in T.serial(end - begin):
                 row = var(in_parts(table, begin + i))
-                for head in T.serial(heads_at_once):
+                for head in T.serial(T.min(heads_at_once, machine.heads.value - first)):
                     give_to_least(heap, machine.num_ctas, table.cost[row], cta)
-                    visit(row, group * heads_at_once + head, cta)
+                    visit(row, first + head, cta)
         begin = end
 
 
@@ -131,7 +135,7 @@ def deal_greedy(table, machine, tokens_at_once, bins, heap, out, plan):
     """Deal the units of a table; ``plan.max_load`` becomes that of the longest CTA.
 
     They are dealt twice: CTAs' items are counted, then written. If parts make them uneven, as long
-    units of the last part do, all units are one part.
+    units of the last part do, parts have two heads, then four; at last all units are one part.
     """
     indptr = T.meta_var(out.cta_indptr)
     heads = var(1)
@@ -147,9 +151,10 @@ def deal_greedy(table, machine, tokens_at_once, bins, heap, out, plan):
         write_heads(out.items, lambda _: indptr[cta], table, row, head, 1)
         indptr[cta] = indptr[cta] + 1
 
-    for attempt in T.serial(2):
+    for attempt in T.serial(ATTEMPTS):
         if is_dealt == 0:
-            if attempt == 1:
+            heads = T.min(T.shift_left(1, attempt), machine.heads.value)
+            if attempt == ATTEMPTS - 1:
                 heads = machine.heads.value
                 tokens = INT32_MAX
             part_requests(table, tokens)
