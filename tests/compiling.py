@@ -132,20 +132,13 @@ class Outcome:
         return 0 if self.used is None else self.used.residents(arch)
 
     @property
-    def is_known_to_spill(self) -> bool:
-        """Whether it is a kernel of wide heads on Hopper: an open fault (docs/dev/status.md)."""
-        return isinstance(self.tile, HopperTile) and not self.tile.holds_queries
-
-    @property
     def complaint(self) -> str:
         """What is wrong: an error, spills, a stack, or fewer CTAs than the tile is for."""
         wanted = self.tile.residents
         if self.used is None:
             wrong = self.error
         elif self.used.spills:
-            wrong = "" if self.is_known_to_spill else self.used.spills
-        elif self.is_known_to_spill:
-            wrong = "it does not spill any more: forget that it did"
+            wrong = self.used.spills
         elif self.residents < wanted:
             wrong = f"{self.residents} CTAs fit, not {wanted}: {self.used}"
         else:
