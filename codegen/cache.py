@@ -80,6 +80,11 @@ def _make_folder(variable: str, folder: Path) -> None:
         raise env.EnvError(f"{variable}: {folder} cannot be made: {error}") from error
 
 
+def read_cached(name: str, key: str, read: Callable[[Path], Any]) -> Any | None:
+    """Return what `cached` does, or None if that would have to be made."""
+    return _try_read(_path(name, key), read)
+
+
 def is_cached(name: str, key: str) -> bool:
     """Whether there is a file for a key; reading it may still find it corrupt."""
     return _path(name, key).exists()
@@ -127,10 +132,17 @@ def _try_read(path: Path, read: Callable[[Path], Any]) -> Any | None:
 @functools.cache
 def _source_hash() -> str:
     """Hash of every source file that a kernel may depend on."""
+    digest = hashlib.sha256()
+    for file in sources():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    """Return every source file that a kernel may depend on."""
     root = Path(__file__).parent.parent
     package = root if (root / "spec.py").exists() else root / "tvm_attn"
-    digest = hashlib.sha256()
-    for folder in ("", "tir", "variants", "schedules", "schedules/primitives", "codegen"):
-        for file in sorted((package / folder).glob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = list(package.glob("*.py"))
+    for folder in ("tir", "variants", "schedules", "codegen"):
+        files += (package / folder).rglob("*.py")
+    return sorted(files)

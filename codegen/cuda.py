@@ -74,11 +74,26 @@ class DeviceCode:
 
 @dataclass(frozen=True)
 class Generated:
-    """What TVM generates: host code, and device code that is yet to be compiled."""
+    """What TVM generates: host code, and device code that is yet to be compiled.
 
-    launcher: bytes
+    Attributes
+    ----------
+    host : tvm.IRModule
+        Lowered functions that launch the kernels.
+    device : DeviceModule
+        The kernels.
+    launches : mapping
+        Launch parameters by kernel.
+    """
+
+    host: Any
     device: DeviceModule
     launches: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def launcher(self) -> bytes:
+        """The host code as an object file."""
+        return object_code(_compat.generate_code(self.host, portable_host().to_tvm()))
 
 
 def compile_cuda(
@@ -161,18 +176,16 @@ def generate(functions: Mapping[str, Any], target: BuildTarget, dialect: str) ->
     from tvm_attn.codegen.device_math import precise_math
 
     named = {name: f.with_attr("global_symbol", name) for name, f in functions.items()}
-    host_target = portable_host().to_tvm()
-    full_target = target.to_tvm().with_host(host_target)
+    full_target = target.to_tvm().with_host(portable_host().to_tvm())
     try:
         host, device, launches = _compat.lower_cuda(
             precise_math(tvm.IRModule(named)), full_target, dialect
         )
-        launcher = object_code(_compat.generate_code(host, host_target))
         packed = _compat.packed_module(_compat.generate_code(device, full_target))
     except Exception as error:
         names = ", ".join(functions)
         raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error
-    return Generated(launcher, unpack(packed), launches)
+    return Generated(host, unpack(packed), launches)
 
 
 def compile_source(compiler: CudaCompiler, name: str, source: str, arch: Arch) -> Compiled:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
@@ -14,7 +15,7 @@ from tvm_attn.errors import CompileError
 from tvm_attn.schedules.families import attention, query_tiles
 from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.schedules.tiles_sm90 import HopperTile
-from tvm_attn.shipped import Configuration
+from tvm_attn.shipped import TUNED_DIMS, Configuration
 from tvm_attn.target import parse_target
 from tvm_attn.tir.hooks import Hooks
 
@@ -22,6 +23,8 @@ Tile = CudaTile | HopperTile
 PRODUCT = re.compile(r"mma_sync_\w+\((.*)\);")
 """A multiplication of a warp: 4 sums, then 6 registers of operands, then the sums again."""
 SUMS, OPERANDS = 4, 6
+SLOWEST_LAST = ("short", "decode", "long")
+"""Families of query tiles, by the time that a kernel takes to be compiled."""
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
 
 
@@ -33,15 +36,25 @@ class Kernel:
     tiles: Sequence[Tile]
 
     def compile(self, compilers: Iterable[CudaCompiler]) -> list[Outcome]:
-        """Compile it with each compiler, as `build` does: the first tile that does not spill."""
-        generated: dict[Tile, cuda.Generated] = {}
-        return [self._compile(compiler, generated) for compiler in compilers]
+        """Compile it with each compiler, as `build` does: the first tile that does not spill.
 
-    def _compile(self, compiler: CudaCompiler, generated: dict[Tile, cuda.Generated]) -> Outcome:
+        Tiles that spilled by one compiler are left out for the next: if a later one does not spill
+        there, `build` comes to one that does not.
+        """
+        generated: dict[Tile, cuda.Generated] = {}
+        outcomes: list[Outcome] = []
+        for compiler in compilers:
+            first = self.tiles.index(outcomes[-1].tile) if outcomes else 0
+            outcomes.append(self._compile(compiler, self.tiles[first:], generated))
+        return outcomes
+
+    def _compile(
+        self, compiler: CudaCompiler, tiles: Sequence[Tile], generated: dict[Tile, cuda.Generated]
+    ) -> Outcome:
         arch = parse_target(self.configuration.target).arch
         assert arch is not None
-        outcome = Outcome(self, self.tiles[0], compiler.kind)
-        for tile in self.tiles:
+        outcome = Outcome(self, tiles[0], compiler.kind)
+        for tile in tiles:
             try:
                 if tile not in generated:
                     generated[tile] = self._generate(tile)
@@ -66,9 +79,26 @@ class Kernel:
         target = parse_target(self.configuration.target)
         return cuda.generate({"attention": function}, target, "tirx")
 
+    @property
+    def family(self) -> str:
+        """The family of its query tiles."""
+        return self.tiles[0].family
+
+    @property
+    def choices(self) -> set[tuple[str, Any, str]]:
+        """Which choice of its configuration meets which schedule's family of query tiles.
+
+        Head dims that are not tuned count as one choice.
+        """
+        tile = f"{self.tiles[0].schedule} {self.family}"
+        chosen = {f.name: getattr(self.configuration, f.name) for f in fields(self.configuration)}
+        if chosen["dims"] not in TUNED_DIMS:
+            chosen["dims"] = "others"
+        return {(name, choice, tile) for name, choice in chosen.items()}
+
     def __str__(self) -> str:
         """Return a line that names it."""
-        return f"{self.configuration} {self.tiles[0].family}"
+        return f"{self.configuration} {self.family}"
 
 
 def unwritten_operands(source: str) -> set[str]:
@@ -102,20 +132,13 @@ class Outcome:
         return 0 if self.used is None else self.used.residents(arch)
 
     @property
-    def is_known_to_spill(self) -> bool:
-        """Whether it is a kernel of wide heads on Hopper: an open fault (docs/dev/status.md)."""
-        return isinstance(self.tile, HopperTile) and not self.tile.holds_queries
-
-    @property
     def complaint(self) -> str:
         """What is wrong: an error, spills, a stack, or fewer CTAs than the tile is for."""
         wanted = self.tile.residents
         if self.used is None:
             wrong = self.error
         elif self.used.spills:
-            wrong = "" if self.is_known_to_spill else self.used.spills
-        elif self.is_known_to_spill:
-            wrong = "it does not spill any more: forget that it did"
+            wrong = self.used.spills
         elif self.residents < wanted:
             wrong = f"{self.residents} CTAs fit, not {wanted}: {self.used}"
         else:
@@ -131,6 +154,20 @@ def kernels(configuration: Configuration) -> list[Kernel]:
     )
     others = [tiles for tiles in portable if tiles not in chosen]
     return [Kernel(configuration, tiles) for tiles in (*chosen, *others)]
+
+
+def one_of_each(configurations: Iterable[Configuration]) -> list[Kernel]:
+    """Return one kernel of each configuration: every choice meets every family of query tiles.
+
+    What is left to choose then is the kernel that compiles fastest.
+    """
+    missing = {choice for each in configurations for one in kernels(each) for choice in one.choices}
+    chosen = []
+    for configuration in configurations:
+        made = sorted(kernels(configuration), key=lambda one: SLOWEST_LAST.index(one.family))
+        chosen.append(max(made, key=lambda one: len(one.choices & missing)))
+        missing -= chosen[-1].choices
+    return chosen
 
 
 def compile_kernels(wanted: Sequence[Kernel], compilers: Sequence[CudaCompiler]) -> list[Outcome]:

@@ -23,10 +23,13 @@ from tests.caches import Cache, built_in, copied
 from tests.cases import kernel
 from tvm_attn import env, pipeline, variants
 from tvm_attn.codegen import host
+from tvm_attn.codegen.cache import sources
 from tvm_attn.errors import ArtifactError, CompileError, DTypeError, TargetError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, parse_target
+from tvm_attn.tir import fingerprint as hooks_as_text
+from tvm_attn.tir.hooks import Hooks
 from tvm_attn.variant import AttentionVariant
 
 SPEC = AttentionSpec(8, 2, 64, q_dtype="float32", page_size=4)
@@ -256,6 +259,66 @@ def test_a_damaged_file_is_built_again(cache: Cache, damage: str) -> None:
     cache.compiled.clear()
     ta.build(SMALL, variants.causal())
     assert not cache.compiled
+
+
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the variants that are traced from now on."""
+    names: list[str] = []
+    fingerprint = hooks_as_text.fingerprint
+
+    def trace(hooks: Hooks, spec: AttentionSpec) -> str:
+        names.append(str(hooks.variant))
+        return fingerprint(hooks, spec)
+
+    monkeypatch.setattr(hooks_as_text, "fingerprint", trace)
+    return names
+
+
+def test_what_was_asked_for_before_is_not_traced(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = traced(monkeypatch)
+    ta.build(SMALL, variants.causal())
+    assert not names
+    known, opaque = variants.causal() & variants.alibi(), object()
+    untold = replace(known, mask=lambda ctx: (opaque, known.mask(ctx))[1], name="untold")
+    for variant in (known, untold):
+        for _ in range(2):
+            assert ta.build(SMALL, variant).variant == str(variant)
+    assert names == ["causal & alibi", "untold", "untold"]
+
+
+@pytest.mark.parametrize("damage", ["no file", "empty", "cut", "changed", "another form"])
+def test_a_recipe_that_is_damaged_is_made_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    [recipe] = cache.folder.glob("request-*.json")
+    whole = recipe.read_text()
+    damaged = {
+        **{"no file": "", "empty": "", "cut": whole[:-9], "another form": "[]"},
+        "changed": whole.replace('"why": ""', '"why": "who knows"'),
+    }[damage]
+    assert damaged != whole
+    recipe.write_text(damaged)
+    if damage == "no file":
+        recipe.unlink()
+    names = traced(monkeypatch)
+    ta.build(SMALL, variants.causal())
+    assert names == ["causal"] and not cache.compiled
+    assert recipe.read_text() == whole
+
+
+def test_a_recipe_without_a_part_is_not_used(cache: Cache) -> None:
+    cache.kernel.unlink()
+    ta.build(SMALL, variants.causal())
+    assert set(cache.compiled) == {"attention_short", "attention_long"}
+
+
+def test_every_source_that_makes_kernels_counts(root: Path) -> None:
+    counted = {path.resolve() for path in sources()}
+    folders = ("tvm_attn/tir", "tvm_attn/variants", "schedules", "codegen")
+    assert counted >= {path for folder in folders for path in (root / folder).rglob("*.py")}
+    assert counted >= set((root / "tvm_attn").glob("*.py"))
 
 
 def test_a_failed_build_leaves_no_file(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,20 @@ def test_what_is_cached_needs_no_compiler(cache: Cache, monkeypatch: pytest.Monk
     assert cache.compiled, "whether there is a compiler is asked where it is needed"
 
 
+def test_what_is_cached_needs_no_tvm(cache: Cache, run_python: Callable[..., str]) -> None:
+    printed = run_python(
+        """
+        import tvm_attn as ta
+        spec = ta.AttentionSpec(2, 2, 64, page_size=None)
+        module = ta.build(spec, ta.variants.causal(), "cuda -arch=sm_80")
+        print(module.variant, [name for name in sys.modules if name.split(".")[0] == "tvm"])
+        """,
+        without_tvm=True,
+        env={env.CACHE_DIR.name: str(cache.folder)},
+    )
+    assert printed == "causal []\n"
+
+
 def test_many_kernels(cache: Cache) -> None:
     lines: list[str] = []
     jobs = [(SPEC, variants.causal(), target) for target in ("sm_80", "sm_86", "sm_89")]

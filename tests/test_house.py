@@ -32,6 +32,7 @@ FACADES = {
     *("relax", "cli", "bench", "demo", "viz"),
 }
 FACADE_HELPERS = {"_flashinfer"}
+PIPELINE = ("pipeline", "_generation", "_parts")
 SEEN_BY_COMPILERS = {"spec", "variant", "target", "tir"}
 SEEN_BY_RUNTIME = {"spec", "bsr"}
 ENTRY_POINT = {"cli": {"bench", "demo", "viz"}}  # the command line is the outermost caller
@@ -117,14 +118,14 @@ def imports(source: Source) -> Iterator[Import]:
 def allowed_units(unit: str) -> set[str]:
     """The parts of the house that `unit` may import."""
     units = {source.unit for source in SOURCES}
-    not_said = {*STAGES, *FACADES, *FACADE_HELPERS, "pipeline", "_generation", "__init__"}
+    not_said = {*STAGES, *FACADES, *FACADE_HELPERS, *PIPELINE, "__init__"}
     if unit in COMMON:
         return COMMON
     if unit == "runtime":
         return COMMON | SEEN_BY_RUNTIME | {unit}
     if unit in ("schedules", "codegen"):
         return COMMON | SEEN_BY_COMPILERS | {unit, "_compat"}
-    if unit in ("pipeline", "_generation"):
+    if unit in PIPELINE:
         return units - FACADES - FACADE_HELPERS - {"__init__"}
     if unit in FACADES | FACADE_HELPERS:
         beside = FACADE_HELPERS | ENTRY_POINT.get(unit, set()) | {unit, "__init__"}

@@ -9,6 +9,7 @@ import pytest
 from tests.generating import generate_kernel
 from tvm_attn import pipeline, variants
 from tvm_attn.errors import TargetError
+from tvm_attn.schedules import families
 from tvm_attn.schedules.families import query_tiles
 from tvm_attn.schedules.tiles_sm90 import (
     HopperTile,
@@ -189,6 +190,15 @@ def test_the_table_says_how_keys_are_copied(page_size: int | None, copies: str) 
     assert table.rows[0][table.columns.index("keys are copied in")] == copies
 
 
+@pytest.fixture
+def only_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build kernels of long requests alone, unknown to other builds: they tell what is asked."""
+    chosen = families.query_tiles
+    monkeypatch.setattr(families, "query_tiles", lambda *given: chosen(*given)[-1:])
+    monkeypatch.setattr(pipeline, "request_key", lambda *_: None)
+
+
+@pytest.mark.usefixtures("only_long")
 @pytest.mark.parametrize(
     ("fields", "schedule", "said"),
     [

@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[[str], Any] | None]] = {
 }
 """Names in ``--variant``: the constructor, and how its argument is read."""
 
-ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.tar(\.lock)?")
+ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.(tar|tar\.lock|json)")
 """Names of the cache's own files."""
 
 WIDTH = 1000

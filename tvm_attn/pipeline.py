@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial, reduce
 from operator import or_
-from pathlib import Path
 from typing import Any
 
 from tvm_attn import _compat, _progress, env
@@ -22,17 +21,26 @@ from tvm_attn._generation import (
     generate_planner,
     query_tiles,
 )
+from tvm_attn._parts import (
+    Loaded,
+    Part,
+    Recipe,
+    built_meanwhile,
+    recall_recipe,
+    remember_recipe,
+    request_key,
+)
+from tvm_attn._parts import forget_loaded as forget_loaded
 from tvm_attn._progress import Progress
-from tvm_attn.codegen.cache import cache_key, cached, is_cached, name_with_compiler
-from tvm_attn.codegen.children import Child
+from tvm_attn.codegen.cache import cache_key
 from tvm_attn.codegen.phases import Phases, dump
 from tvm_attn.errors import CompileError, DTypeError, TargetError
-from tvm_attn.runtime.artifact import Artifact, read_artifact
+from tvm_attn.runtime.artifact import Artifact
 from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import BuildTarget, parse_target, portable_host
+from tvm_attn.target import BuildTarget, parse_target
 from tvm_attn.variant import AttentionVariant
 
 TENSOR_CORE_DTYPES = ("float16", "bfloat16")
@@ -40,13 +48,10 @@ TENSOR_CORE_DTYPES = ("float16", "bfloat16")
 BACKENDS = {"llvm": ("cpu",), "cuda": ("sm80", "sm90")}
 """Schedules by kind of target; the first is the library's choice."""
 
-_loaded: dict[str, tuple[Artifact, Library]] = {}
-"""Artifacts this process has loaded, by cache key."""
+ATTENTION = "attention"
+"""The part of a kernel that computes; the others plan."""
 
 REQUEST_SIZE = 3  # positional arguments of `build`
-PATIENCE = 60.0
-"""Seconds to wait for a part that another process compiles, once it is needed."""
-
 _jobs: list[Callable[..., AttentionModule]] = []
 """What `build_many` is building: its processes inherit it, since hooks cannot be pickled."""
 
@@ -89,70 +94,89 @@ def build(
     """
     _check_types(spec, variant)
     built_for = parse_target(target)
-    backend = _backend(built_for, schedule)
+    _backend(built_for, schedule)
     _check_dtypes(spec, built_for)
-    from tvm_attn.tir.fingerprint import fingerprint
-    from tvm_attn.tir.hooks import Hooks
-
-    hooks = Hooks(variant or AttentionVariant())
-    content = {
-        "spec": spec.compiled(),
-        "variant": fingerprint(hooks, spec),
-        "target": built_for.key(),
-        "backend": backend,
-        "tiles": _tiles_to_try(spec, hooks.variant, built_for, schedule),
-    }
-    with _progress.stages(progress) as report:
-        kernel_part = _Part(
-            "attention",
-            content,
-            built_for,
-            lambda key: generate_kernel(spec, hooks, built_for, schedule, Phases(key, report)),
-        )
-        others = _planners(spec, hooks, built_for)
-        is_there = kernel_part.is_there()
-        with ExitStack() as stack:
-            for part in others.values():
-                stack.enter_context(_built_meanwhile(part, unless=is_there))
-            try:
-                kernel, attention = kernel_part.obtain()
-            except CompileError as error:
-                raise CompileError(f"variant {str(hooks.variant)!r}: {error}") from error
-        made = {name: part.obtain() for name, part in others.items()}
-    _dump(kernel_part.key, kernel)
+    variant = variant or AttentionVariant()
+    request = request_key(spec, variant, built_for, schedule)
+    recipe = recall_recipe(request)
+    made = recipe.recall() if recipe else None
+    if recipe is None or made is None:
+        recipe, made = _make(spec, variant, built_for, schedule, progress)
+        remember_recipe(request, recipe)
+    kernel, attention = made.pop(ATTENTION)
+    _dump(recipe.parts[0].key, kernel)
     artifact = Artifact(
         {
             **kernel.meta,
             "backend": kernel.meta["families"][-1]["schedule"],
-            "why": explain_choice(spec, hooks.variant, built_for, schedule),
+            "why": recipe.why,
             "device_rows": max(part.meta.get("rows", 0) for part, _ in made.values()),
             "spec": asdict(spec),
-            "variant": str(hooks.variant),
-            "params": [asdict(param) for param in hooks.variant.params],
+            "variant": str(variant),
+            "params": [asdict(param) for param in variant.params],
         },
         reduce(or_, (part.libraries for part, _ in made.values()), dict(kernel.libraries)),
         kernel.texts,
         reduce(or_, (part.devices for part, _ in made.values()), dict(kernel.devices)),
     )
     libraries = {name: library for name, (_, library) in made.items()}
-    return AttentionModule(artifact, {"attention": attention, **libraries})
+    return AttentionModule(artifact, {ATTENTION: attention, **libraries})
 
 
-def _planners(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> dict[str, _Part]:
-    """Return the planner of the host, and that of a GPU if that is the target."""
+def _make(
+    spec: AttentionSpec,
+    variant: AttentionVariant,
+    target: BuildTarget,
+    schedule: str | None,
+    progress: Progress | None,
+) -> tuple[Recipe, dict[str, Loaded]]:
+    """Trace a variant, and return the kernel's parts: compiled now, where they are not cached."""
+    from tvm_attn.tir.fingerprint import fingerprint
+    from tvm_attn.tir.hooks import Hooks
+
+    hooks = Hooks(variant)
+    content = {
+        "spec": spec.compiled(),
+        "variant": fingerprint(hooks, spec),
+        "target": target.key(),
+        "backend": _backend(target, schedule),
+        "tiles": _tiles_to_try(spec, variant, target, schedule),
+    }
+    kernel = Part(ATTENTION, cache_key(content), target.arch is not None)
+    others = _planners(spec, hooks, target)
+    with _progress.stages(progress) as report:
+        is_there = kernel.is_there()
+        with ExitStack() as stack:
+            for part, generate in others.items():
+                make = partial(part.obtain, generate)
+                stack.enter_context(built_meanwhile(part, make, unless=is_there))
+            try:
+                attention = kernel.obtain(
+                    lambda key: generate_kernel(spec, hooks, target, schedule, Phases(key, report))
+                )
+            except CompileError as error:
+                raise CompileError(f"variant {str(variant)!r}: {error}") from error
+        made = {part.kind: part.obtain(generate) for part, generate in others.items()}
+    why = explain_choice(spec, variant, target, schedule)
+    return Recipe((kernel, *others), why), {ATTENTION: attention, **made}
+
+
+def _planners(
+    spec: AttentionSpec, hooks: Any, target: BuildTarget
+) -> dict[Part, Callable[[str], Artifact]]:
+    """Return the planner of the host, and that of a GPU if that is the target, and their makers."""
     from tvm_attn.tir.fingerprint import range_fingerprint
 
     content = {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)}
-    host = _Part("planner", content, portable_host(), lambda _: generate_planner(spec, hooks))
-    if target.arch is None:
-        return {"planner": host}
-    device = _Part(
-        "device_planner",
-        {**content, "planner": "device", "target": target.key()},
-        target,
-        lambda _: generate_device_planner(spec, hooks, target),
-    )
-    return {"planner": host, "device_planner": device}
+    host = Part("planner", cache_key(content), on_gpu=False)
+    planners: dict[Part, Callable[[str], Artifact]] = {
+        host: lambda _: generate_planner(spec, hooks)
+    }
+    if target.arch is not None:
+        device_content = {**content, "planner": "device", "target": target.key()}
+        device = Part("device_planner", cache_key(device_content), on_gpu=True)
+        planners[device] = lambda _: generate_device_planner(spec, hooks, target)
+    return planners
 
 
 def tile_tables(
@@ -258,7 +282,8 @@ def build_functions(
 
         return compile_functions(name, map_rows(define, dim, unit, built_for), built_for)
 
-    return _Part(name, content, built_for, generate).obtain()[1]
+    part = Part(name, cache_key(content), built_for.arch is not None)
+    return part.obtain(generate)[1]
 
 
 def build_kernel(name: str, define: Callable[[], Any], target: object) -> Library:
@@ -279,12 +304,8 @@ def build_kernel(name: str, define: Callable[[], Any], target: object) -> Librar
     def generate(_: str) -> Artifact:
         return compile_functions(name, {name: define()}, built_for, dialect="tirx")
 
-    return _Part(name, content, built_for, generate).obtain()[1]
-
-
-def forget_loaded() -> None:
-    """Drop what this process has loaded; the cache on disk stays."""
-    _loaded.clear()
+    part = Part(name, cache_key(content), built_for.arch is not None)
+    return part.obtain(generate)[1]
 
 
 def _checked_requests(requests: object) -> list[tuple[Any, ...]]:
@@ -335,55 +356,6 @@ def _tiles_to_try(
 def _build_job(index: int) -> int:
     _jobs[index](progress=_progress.unheard)
     return index
-
-
-class _Part:
-    """A part of a kernel that is cached by itself: what it is made from, for what, and how."""
-
-    def __init__(
-        self,
-        name: str,
-        content: Mapping[str, Any],
-        target: BuildTarget,
-        generate: Callable[[str], Artifact],
-    ):
-        self.key, self._generate = cache_key(content), generate
-        self.name = name_with_compiler(name, self.key) if target.arch else name
-
-    def is_there(self) -> bool:
-        """Whether nothing has to be compiled."""
-        return self.key in _loaded or is_cached(self.name, self.key)
-
-    def obtain(self) -> tuple[Artifact, Library]:
-        """Return the part from memory, from the cache, or newly compiled."""
-        if self.key not in _loaded:
-            _loaded[self.key] = cached(
-                self.name, self.key, _read, lambda: self._generate(self.key).to_bytes()
-            )
-        return _loaded[self.key]
-
-
-@contextmanager
-def _built_meanwhile(part: _Part, *, unless: bool) -> Iterator[None]:
-    """Compile a part in a process of its own, into the cache, while something else is compiled.
-
-    TVM compiles one thing at a time in a process. Should the other process fail, nothing is lost:
-    the part is then compiled when it is needed, and the error is met there.
-    """
-    if unless or part.is_there():
-        yield
-        return
-    _compat.import_tvm()
-    with Child(part.name, lambda _: bool(part.obtain())) as child:
-        yield
-        with suppress(Exception):
-            child.result(patience=PATIENCE)
-
-
-def _read(path: Path) -> tuple[Artifact, Library]:
-    artifact = read_artifact(path)
-    [(name, content)] = artifact.libraries.items()
-    return artifact, Library(content, list(artifact.devices.get(name, {}).values()))
 
 
 def _dump(folder: str, artifact: Artifact) -> None:

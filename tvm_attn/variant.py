@@ -57,7 +57,7 @@ class AttentionVariant:
     params : tuple of Param
         Run-time parameters the hooks read.
     name : str
-        For printing only; the cache key is the traced IR.
+        For printing only; cache keys are of what the hooks are, not of what they are called.
 
     Examples
     --------

@@ -7,14 +7,14 @@ a traceback still leads to the user's own line.
 from __future__ import annotations
 
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tvm import tirx
 
+from tvm_attn._hook_code import declaration
 from tvm_attn.errors import CompileError
-from tvm_attn.spec import AttentionSpec, Param
+from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.hook_arrays import integer
 from tvm_attn.tir.hook_checks import check_elements, check_variables
 from tvm_attn.tir.hooks import Hooks
@@ -56,7 +56,7 @@ def fingerprint(hooks: Hooks, spec: AttentionSpec) -> str:
         If a hook raises or returns what it may not; the message shows the user's own line.
     """
     variant = hooks.variant
-    lines = [_declaration(param) for param in variant.params]
+    lines = [declaration(param) for param in variant.params]
     lines.append(f"use_softmax={variant.use_softmax}")
     lines += [f"{name}: {_traced(hooks, spec, name)}" for name in HOOKS if getattr(variant, name)]
     return "\n".join(lines)
@@ -66,14 +66,9 @@ def range_fingerprint(hooks: Hooks) -> str:
     """Return the text of all that a planner takes from a variant: its range, and bitmaps."""
     names = ("batch", "qo_len", "kv_len", "q_lo", "q_hi")
     lo, hi = hooks.key_positions(*(_variable(name) for name in names))
-    planned = [_declaration(param) for param in hooks.variant.params if param.at == "plan"]
+    planned = [declaration(param) for param in hooks.variant.params if param.at == "plan"]
     hiding = [name for name in hooks.bitmaps() if clear_bits_hide(hooks, name)]
     return "\n".join([*planned, str(lo), str(hi), f"hide where clear: {hiding}"])
-
-
-def _declaration(param: Param) -> str:
-    """Text of a parameter without its default, which is a run-time value."""
-    return repr(replace(param, default=None))
 
 
 def _variable(name: str, dtype: str = "int32") -> Any:

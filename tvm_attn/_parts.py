@@ -1,0 +1,167 @@
+"""Parts of kernels, each cached by itself, and which of them a request for a kernel is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tvm_attn import _compat, env
+from tvm_attn._hook_code import hook_code
+from tvm_attn.codegen.cache import (
+    cache_key,
+    cached,
+    is_cached,
+    name_with_compiler,
+    read_cached,
+    write_atomically,
+)
+from tvm_attn.codegen.children import Child
+from tvm_attn.runtime.artifact import Artifact, read_artifact
+from tvm_attn.runtime.library import Library
+from tvm_attn.spec import AttentionSpec
+from tvm_attn.target import BuildTarget
+from tvm_attn.variant import AttentionVariant
+
+PATIENCE = 60.0
+"""Seconds to wait for a part that another process compiles, once it is needed."""
+
+Loaded = tuple[Artifact, Library]
+
+_loaded: dict[str, Loaded] = {}
+"""Artifacts this process has loaded, by cache key."""
+_recipes: dict[str, Recipe] = {}
+"""Recipes this process has met, by the key of the request."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a kernel: what it is called, by what key it is cached, whether a GPU runs it."""
+
+    kind: str
+    key: str
+    on_gpu: bool
+
+    @property
+    def name(self) -> str:
+        """Name of its file, less the key: one for each CUDA compiler if that made it."""
+        return name_with_compiler(self.kind, self.key) if self.on_gpu else self.kind
+
+    def is_there(self) -> bool:
+        """Whether nothing has to be compiled."""
+        return self.key in _loaded or is_cached(self.name, self.key)
+
+    def recall(self) -> Loaded | None:
+        """Return the part from memory or from the cache, None if it is in neither."""
+        if self.key not in _loaded:
+            found = read_cached(self.name, self.key, _read)
+            if found is None:
+                return None
+            _loaded[self.key] = found
+        return _loaded[self.key]
+
+    def obtain(self, generate: Callable[[str], Artifact]) -> Loaded:
+        """Return the part from memory, from the cache, or newly compiled: ``generate(key)``."""
+        if self.key not in _loaded:
+            _loaded[self.key] = cached(
+                self.name, self.key, _read, lambda: generate(self.key).to_bytes()
+            )
+        return _loaded[self.key]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of a kernel, and why it is of the schedule that it is."""
+
+    parts: tuple[Part, ...]
+    why: str
+
+    def recall(self) -> dict[str, Loaded] | None:
+        """Return all parts from memory or from the cache, None if one is in neither."""
+        found = {}
+        for part in self.parts:
+            loaded = part.recall()
+            if loaded is None:
+                return None
+            found[part.kind] = loaded
+        return found
+
+
+def request_key(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget, schedule: str | None
+) -> str | None:
+    """Return a key of all that a kernel is made from, without tracing the variant.
+
+    Requests of one key get the same kernel; those of two keys may. None if the code of the
+    variant's hooks does not tell what they give.
+    """
+    told = hook_code(variant)
+    if told is None:
+        return None
+    asked = {"spec": asdict(spec), "hooks": told, "target": target.key(), "schedule": schedule}
+    return cache_key({**asked, "python": sys.version})
+
+
+def recall_recipe(request: str | None) -> Recipe | None:
+    """Return the recipe of a request that was remembered, by this process or another."""
+    if request is None:
+        return None
+    if request not in _recipes:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or not whole
+            saved = json.loads(_path(request).read_text())
+            if saved["digest"] == _digest(saved["recipe"]):
+                parts = tuple(Part(**part) for part in saved["recipe"]["parts"])
+                _recipes[request] = Recipe(parts, saved["recipe"]["why"])
+    return _recipes.get(request)
+
+
+def remember_recipe(request: str | None, recipe: Recipe) -> None:
+    """Have `recall_recipe` find a recipe, wherever the cache can be written to."""
+    if request is None:
+        return
+    _recipes[request] = recipe
+    saved = {"recipe": asdict(recipe), "digest": _digest(asdict(recipe))}
+    with suppress(OSError):
+        write_atomically(_path(request), json.dumps(saved).encode())
+
+
+def forget_loaded() -> None:
+    """Drop what this process has loaded; the cache on disk stays."""
+    _loaded.clear()
+    _recipes.clear()
+
+
+@contextmanager
+def built_meanwhile(part: Part, make: Callable[[], Loaded], *, unless: bool) -> Iterator[None]:
+    """Compile a part in a process of its own, into the cache, while something else is compiled.
+
+    TVM compiles one thing at a time in a process. Should the other process fail, nothing is lost:
+    the part is then compiled when it is needed, and the error is met there.
+    """
+    if unless or part.is_there():
+        yield
+        return
+    _compat.import_tvm()
+    with Child(part.name, lambda _: bool(make())) as child:
+        yield
+        with suppress(Exception):
+            child.result(patience=PATIENCE)
+
+
+def _path(request: str) -> Path:
+    return env.cache_dir() / f"request-{request}.json"
+
+
+def _digest(recipe: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> Loaded:
+    artifact = read_artifact(path)
+    [(name, content)] = artifact.libraries.items()
+    return artifact, Library(content, list(artifact.devices.get(name, {}).values()))
