@@ -163,6 +163,8 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, ran
     if v.ndim != rank:
         axes = "seq_len, " + "num_states, " * (rank == 4) + "num_heads, head_dim"
         raise ShapeError(f"{v_name} has shape {tuple(v.shape)}, expected [{axes}]")
+    if not v.shape[-1]:
+        raise ShapeError(f"{v_name} has shape {tuple(v.shape)}; head_dim must be at least 1")
     check_tensor(v_name, v, tuple(v.shape), v.dtype, v.device)
     check_tensor(s_name, s, tuple(v.shape[:-1]), torch.float32, v.device)
 

@@ -17,15 +17,16 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     Parameters
     ----------
     cap : float, optional
-        Default of the run-time scalar ``logits_soft_cap``, 0 is off; None makes it a required
-        argument.
+        Default of the run-time scalar ``logits_soft_cap``, 0 and inf are off; None makes it a
+        required argument.
     """
 
     def cap_logit(ctx: Any, s: Expr) -> Expr:
         from tvm import tirx
 
         given, one = ctx.logits_soft_cap, tirx.const(1.0, "float32")
-        cap = tirx.Select(given > tirx.const(0.0, "float32"), given, tirx.const(OFF, "float32"))
+        off = tirx.const(OFF, "float32")
+        cap = tirx.Select(given > tirx.const(0.0, "float32"), tirx.min(given, off), off)
         return cap * tirx.tanh(s * (one / cap))
 
     return AttentionVariant(
