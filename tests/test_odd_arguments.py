@@ -304,6 +304,19 @@ def test_states_without_elements() -> None:
         ta.merge_states(v.unsqueeze(1), s.unsqueeze(1))
 
 
+def test_nothing_is_written_where_results_would_meet() -> None:
+    v, s, row = torch.ones(3, 2, 16), torch.zeros(3, 2), torch.zeros(1, 2, 16)
+    with pytest.raises(ShapeError, match="v of shape"):
+        ta.merge_state_in_place(row.expand(3, 2, 16), s, v, s)
+    page, cache = torch.zeros(1, 4, 2, 16), torch.zeros(2, 4, 2, 16)
+    for pages in ((page.expand(2, 4, 2, 16), cache), (cache, page.expand(2, 4, 2, 16))):
+        with pytest.raises(ShapeError, match="cache of"):
+            ta.append_paged_kv_cache(v[:1], v[:1], [0], [0], pages, [0], [0, 1], [1])
+    assert not row.any()
+    assert not page.any()
+    ta.append_paged_kv_cache(v[:1], v[:1], [0], [0], (page[:1], page[:1]), [0], [0, 1], [1])
+
+
 @pytest.mark.parametrize(
     "target",
     [

@@ -18,7 +18,7 @@ import torch
 
 from tvm_attn import pipeline
 from tvm_attn.errors import DTypeError, ShapeError
-from tvm_attn.runtime.device import access_unit
+from tvm_attn.runtime.device import access_unit, check_writable
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import Q_DTYPES
@@ -92,6 +92,7 @@ def merge_state_in_place(
     _check_state("v", v, "s", s, 3)
     _check_other(v, "v_other", v_other, "s_other", s_other)
     check_tensor("s", s, tuple(s.shape), torch.float32, v.device, contiguous=True)
+    check_writable("v", v)
     if mask is None:
         mask = torch.empty(0, dtype=torch.bool, device=v.device)
     else:

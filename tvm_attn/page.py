@@ -20,7 +20,7 @@ from tvm_attn._flashinfer.arguments import (
 )
 from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
-from tvm_attn.runtime.device import CPU, access_unit, check_device
+from tvm_attn.runtime.device import CPU, access_unit, check_device, check_writable
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import AttentionSpec, is_count
@@ -189,6 +189,8 @@ def append_paged_kv_cache(
     check_tensor("append_key", append_key, (nnz, *k.shape[2:]), k.dtype, k.device)
     check_tensor("append_value", append_value, (nnz, *v.shape[2:]), v.dtype, k.device)
     check_tensor("the cache of V", v, (*k.shape[:3], None), k.dtype, k.device)
+    check_writable("the cache of K", k)
+    check_writable("the cache of V", v)
     if k.dtype.itemsize not in BITS:
         raise DTypeError(f"the cache has dtype {k.dtype}, whose elements are not 1, 2 or 4 bytes")
     if k.shape[1] == 0:
