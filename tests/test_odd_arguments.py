@@ -221,6 +221,9 @@ def test_numbers_that_no_float_holds(cap: float) -> None:
 
 def test_an_infinite_soft_cap_is_off() -> None:
     torch.testing.assert_close(run(ta.variants.soft_cap(math.inf)), run(None))
+    q, k = torch.ones(1, 16), torch.ones(3, 1, 16)
+    capped = ta.single_decode_with_kv_cache(q, k, k, logits_soft_cap=math.inf)
+    assert torch.equal(capped, ta.single_decode_with_kv_cache(q, k, k))
 
 
 # Index arrays

@@ -93,7 +93,6 @@ NOT_TOLD = {
     "a run-time slope": masked(lambda x: x.kv_pos * x.slope <= 3, Param("slope", dtype="int32")),
     "floats": masked(lambda x: tirx.Cast("float32", x.kv_pos) <= tirx.Cast("float32", x.q_pos)),
     "int64": masked(lambda x: tirx.Cast("int64", x.kv_pos) <= tirx.Cast("int64", x.q_pos)),
-    "a number": masked(lambda x: x.kv_pos),
 }
 
 

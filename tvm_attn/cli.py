@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[[str], Any] | None]] = {
 }
 """Names in ``--variant``: the constructor, and how its argument is read."""
 
-ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.tar(\.lock|[\w.]+\.tmp)?")
+ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.tar(\.lock)?")
 """Names of the cache's own files."""
 
 MAX_TOKENS = 2**29

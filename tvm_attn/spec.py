@@ -159,13 +159,14 @@ class Param:
     name : str
         A Python identifier; the keyword it is passed by.
     kind : {"scalar", "tensor", "bitmap"}
-        A scalar; a tensor indexed by the hook; or one bit per (query, key) pair of each request,
+        A scalar; a tensor indexed by the hook (indices that are not constant are not checked when a
+        kernel runs); or one bit per (query, key) pair of each request,
         which ``ctx.<name>`` reads for the current pair.
     dtype : str
         Element type. Bitmaps are bits and ignore it.
     shape : tuple of (int or str)
         Of a tensor: integers, or names of run-time sizes (``"num_qo_heads"``, ``"batch"``, any
-        other name is a free size).
+        other name is a free size, the same wherever the shape has it).
     default : float, int or None
         Of a scalar; None makes the argument required.
     at : {"run", "plan"}

@@ -45,7 +45,8 @@ class AttentionVariant:
     logits_transform : callable, optional
         ``(ctx, s) -> expr``: the logit, from ``s`` that is already times ``sm_scale``.
     mask : callable, optional
-        ``(ctx) -> bool expr``: whether the key is visible to the query row.
+        ``(ctx) -> bool expr``: whether the key is visible to the query row. Conditions are combined
+        with ``&``, ``|`` and ``~``, which bind tighter than comparisons.
     kv_range : callable, optional
         ``(ctx, q_lo, q_hi) -> (lo, hi)``: for query positions ``q_lo..q_hi`` (inclusive), key
         positions ``lo..hi`` (exclusive end) outside of which `mask` is False for all of them.

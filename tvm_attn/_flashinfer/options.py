@@ -92,7 +92,7 @@ class Options:
         return Features(
             causal=bool(self.causal) and self.custom_mask is None,
             window=self.window_left >= 0,
-            soft_cap=bool(self.logits_soft_cap and self.logits_soft_cap > 0),
+            soft_cap=bool(self.logits_soft_cap and 0 < self.logits_soft_cap < math.inf),
             alibi=self.pos_encoding_mode == "ALIBI",
             custom_mask=self.custom_mask is not None,
         )

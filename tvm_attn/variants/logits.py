@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tvm_attn.spec import Param
@@ -17,21 +18,20 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     Parameters
     ----------
     cap : float, optional
-        Default of the run-time scalar ``logits_soft_cap``, 0 and inf are off; None makes it a
-        required argument.
+        Default of the run-time scalar ``logits_soft_cap``, which is finite; 0 is off, and so is
+        inf here. None makes it a required argument.
     """
 
     def cap_logit(ctx: Any, s: Expr) -> Expr:
         from tvm import tirx
 
         given, one = ctx.logits_soft_cap, tirx.const(1.0, "float32")
-        off = tirx.const(OFF, "float32")
-        cap = tirx.Select(given > tirx.const(0.0, "float32"), tirx.min(given, off), off)
+        cap = tirx.Select(given > tirx.const(0.0, "float32"), given, tirx.const(OFF, "float32"))
         return cap * tirx.tanh(s * (one / cap))
 
     return AttentionVariant(
         logits_transform=cap_logit,
-        params=(Param("logits_soft_cap", default=cap),),
+        params=(Param("logits_soft_cap", default=0.0 if cap == math.inf else cap),),
         name=f"soft_cap({cap})",
     )
 
