@@ -26,6 +26,18 @@ def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeErr
     return ShapeError(f"{name} is on {tensor.device}, the kernel runs on {where}; move it there")
 
 
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ShapeError` if elements of a tensor to write to are one and the same, as expanded."""
+    if tensor.is_contiguous():
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(length > 1 and stride == 0 for length, stride in steps):
+        raise ShapeError(
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: different "
+            f"results would be written to one place; pass {name}.clone() or memory of its own"
+        )
+
+
 def check_rows(**tensors: torch.Tensor) -> None:
     """Raise `ShapeError` if a row of a tensor, its innermost axis, begins between 16 bytes."""
     for name, tensor in tensors.items():

@@ -43,13 +43,13 @@ class Library:
         load_runtime()
         import tvm_ffi
 
-        with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
-            path = Path(folder, "host.so")
-            path.write_bytes(content)
-            try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
+                path = Path(folder, "host.so")
+                path.write_bytes(content)
                 self._module = tvm_ffi.load_module(str(path))
-            except Exception as error:
-                raise ArtifactError(f"the shared library cannot be loaded: {error}") from error
+        except Exception as error:
+            raise ArtifactError(f"the shared library cannot be loaded: {error}") from error
         self._functions: dict[str, Callable[..., Any]] = {}
         self._on_gpu = bool(devices)
         self._not_loaded = list(devices)

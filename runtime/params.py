@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tvm_attn.bsr import as_tensor
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
 from tvm_attn.runtime.device import CPU, check_device
 from tvm_attn.spec import Param
@@ -16,6 +17,8 @@ from tvm_attn.worklist import READ_BEYOND
 
 Lengths = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 NO_LENGTHS = (np.empty(0, np.int32), np.empty(0, np.int32))
+
+LARGEST = float(np.finfo(np.float32).max)
 
 UNBOUNDED = 2**30
 """More tokens than any request has: what a negative value of a narrowing scalar means, such as a
@@ -102,10 +105,12 @@ def _values(
 
 
 def _scalar(param: Param, value: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise DTypeError(f"{param.name}={value!r} must be a number")
     if not param.dtype.startswith("int"):
-        return float(value)
+        return _float32(param, value)
     if value != value or value in (np.inf, -np.inf) or int(value) != value:
         raise DTypeError(f"{param.name}={value!r} must be an integer")
     if param.narrows:
@@ -114,6 +119,16 @@ def _scalar(param: Param, value: Any) -> int | float:
     if not info.min <= value <= info.max:
         raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
     return int(value)
+
+
+def _float32(param: Param, value: Any) -> float:
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise VariantError(f"{param.name} does not fit {param.dtype}") from error
+    if LARGEST < abs(number) < np.inf:
+        raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
+    return number
 
 
 def _narrower(param: Param, value: Any, planned: int) -> int | float:
@@ -129,17 +144,17 @@ def _narrower(param: Param, value: Any, planned: int) -> int | float:
 def _tensor(
     param: Param, value: Any, sizes: Mapping[str, int], device: torch.device
 ) -> torch.Tensor:
+    if param.at == "plan":
+        value = as_tensor(value, param.name)
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
     check_device(param.name, value, device)
     if str(value.dtype) != f"torch.{param.dtype}":
         raise DTypeError(f"{param.name} has dtype {value.dtype}, expected {param.dtype}")
-    expected = tuple(sizes.get(s, s) if isinstance(s, str) else s for s in param.shape)
     shape = tuple(value.shape)
-    fits = len(shape) == len(expected) and all(
-        isinstance(want, str) or want == size for want, size in zip(expected, shape, strict=True)
-    )
-    if not fits:
+    free: dict[Any, int] = {**dict(zip(param.shape, shape, strict=False)), **sizes}
+    expected = tuple(sizes.get(s, s) if isinstance(s, str) else s for s in param.shape)
+    if shape != tuple(free.get(s) if isinstance(s, str) else s for s in param.shape):
         wanted = ", ".join(str(s) for s in expected)
         raise ShapeError(f"{param.name} has shape {shape}, expected ({wanted})")
     return value.contiguous()
@@ -147,7 +162,7 @@ def _tensor(
 
 def _bitmap(param: Param, value: Any, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of each request's [qo_len, kv_len] mask, little-endian, and each request's byte."""
-    mask = torch.as_tensor(value)
+    mask = as_tensor(value, param.name)
     check_device(param.name, mask, CPU)
     qo_len, kv_len = lengths
     pairs = qo_len.astype(np.int64) * kv_len

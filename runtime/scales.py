@@ -79,5 +79,7 @@ def number(name: str, value: Any) -> float:
         if isinstance(value, str | bool):
             raise TypeError
         return float(value)
+    except OverflowError as error:
+        raise DTypeError(f"{name} must be a number that a float holds") from error
     except (TypeError, ValueError) as error:
         raise DTypeError(f"{name}={value!r} must be a number") from error

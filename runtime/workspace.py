@@ -15,7 +15,7 @@ from tvm_attn.errors import DTypeError, LimitError, ShapeError, SpecError, Works
 from tvm_attn.runtime import sizes
 from tvm_attn.runtime.device import ROW_BYTES, check_device
 from tvm_attn.runtime.plan import Family
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, integer
 from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
 
 
@@ -43,11 +43,13 @@ class PlanLimits:
 
     def __post_init__(self) -> None:
         """Validate."""
-        for name, value in vars(self).items():
+        for name, value in [*vars(self).items()]:
             if name == "num_pages" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            number = integer(value)
+            if number is None or number < 0:
                 raise SpecError(f"{name}={value!r} must be an integer of at least 0")
+            object.__setattr__(self, name, number)
 
     def check(self, bsr: BSR) -> None:
         """Raise `LimitError` if a batch is larger.

@@ -76,7 +76,7 @@ def test_read_only_and_strided_arrays_are_accepted() -> None:
         (0, [], ShapeError, "qo_indptr is empty"),
         (1, [0, 1], ShapeError, "kv_indptr has 2 entries; a batch of 3 requests"),
         (3, [16], ShapeError, "kv_last_page_len has 1 entries"),
-        (3, None, DTypeError, "kv_last_page_len is no array of numbers"),
+        (3, None, DTypeError, "kv_last_page_len is missing"),
         (2, [2**31, 0, 0, 0], PlanError, "kv_indices holds 2147483648, which does not fit"),
         (4, 0, PlanError, "page_size=0 must be at least 1"),
         (4, 16.0, DTypeError, "page_size=16.0 must be an integer"),

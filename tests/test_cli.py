@@ -131,6 +131,15 @@ def test_plan_of_ragged_kv(run: Run) -> None:
     assert code == 0 and json.loads(out)["batch"]["kv_indptr"] == [0, 5]
 
 
+@pytest.mark.parametrize("option", ["--qo-lens", "--kv-lens"])
+def test_lengths_that_no_plan_has_are_refused_before_anything_is_made(
+    run: Run, option: str
+) -> None:
+    other = {"--qo-lens": "1", "--kv-lens": "1", option: "99999999999"}
+    code, _, message = run("plan", *(word for pair in other.items() for word in pair))
+    assert code == 2 and f"PlanError: {option} has 99999999999 tokens" in message
+
+
 def test_bench_passes_its_arguments_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 

@@ -16,10 +16,10 @@ from tvm.script import tirx as T
 
 from tvm_attn import variants
 from tvm_attn.spec import Param
-from tvm_attn.tir.hooks import MAX_POSITION, Hooks
+from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints
 from tvm_attn.tir.visibility import ALL, NONE, Range, seen_by_all
-from tvm_attn.variant import AttentionVariant
+from tvm_attn.variant import MAX_POSITION, AttentionVariant
 
 WINDOW, HEADS, KV_LEN, BATCH = 7, 3, 30, 1
 KEYS = range(-40, 60)
@@ -93,7 +93,6 @@ NOT_TOLD = {
     "a run-time slope": masked(lambda x: x.kv_pos * x.slope <= 3, Param("slope", dtype="int32")),
     "floats": masked(lambda x: tirx.Cast("float32", x.kv_pos) <= tirx.Cast("float32", x.q_pos)),
     "int64": masked(lambda x: tirx.Cast("int64", x.kv_pos) <= tirx.Cast("int64", x.q_pos)),
-    "a number": masked(lambda x: x.kv_pos),
 }
 
 

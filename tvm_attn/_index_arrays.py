@@ -11,6 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
+from tvm_attn.spec import integer
 
 IndexArray = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 """What is accepted for an index array: int32 or int64, on any device."""
@@ -22,6 +23,8 @@ def as_tensor(value: object, name: str) -> torch.Tensor:
     """Return `value` as a tensor that shares its memory where that is possible."""
     if isinstance(value, torch.Tensor):
         return value
+    if value is None:
+        raise DTypeError(f"{name} is missing; give a torch tensor, a numpy array or a list")
     try:
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
             return from_dlpack(value)
@@ -43,7 +46,9 @@ def index_array(value: object, name: str) -> torch.Tensor:
     if is_plain(value):
         return cast(torch.Tensor, value)
     array = as_tensor(value, name)
-    if isinstance(value, (list, tuple)) and not value:
+    if array.layout is not torch.strided:
+        raise ShapeError(f"{name} is {array.layout}; give {name}.to_dense()")
+    if array.shape == (0,):  # of floats by default, in torch and numpy
         array = array.to(torch.int32)
     if array.dtype not in (torch.int32, torch.int64):
         raise DTypeError(f"{name} has dtype {array.dtype}; index arrays are int32 or int64")
@@ -88,8 +93,9 @@ def param_arrays(params: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
 
 def checked_size(value: object, name: str) -> int:
     """Return a size of at least 1, or say which argument is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    size = integer(value)
+    if size is None:
         raise DTypeError(f"{name}={value!r} must be an integer of at least 1")
-    if value < 1:
+    if size < 1:
         raise PlanError(f"{name}={value} must be at least 1")
-    return int(value)
+    return size

@@ -21,7 +21,7 @@ from tvm_attn._flashinfer.arguments import (
 from tvm_attn._flashinfer.options import Options
 from tvm_attn._flashinfer.wrapper import Wrapper
 from tvm_attn._index_arrays import checked_size
-from tvm_attn.errors import PlanError, ShapeError
+from tvm_attn.errors import PlanError, ShapeError, SpecError
 
 
 class BatchAttention(Wrapper):
@@ -37,11 +37,15 @@ class BatchAttention(Wrapper):
     Raises
     ------
     SpecError
-        If `kv_layout` is no layout.
+        If `kv_layout` is no layout, or `device` no device.
     """
 
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda"):
-        super().__init__(kv_layout, "auto", torch.device(device))
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise SpecError(f'device={device!r} is none; give "cuda" or "cpu"') from error
+        super().__init__(kv_layout, "auto", found)
 
     @implemented_except("use_profiler")
     def plan(
@@ -167,7 +171,7 @@ class BatchAttention(Wrapper):
         """
         kernel, planned = self._current()
         params = self._run_params
-        if logits_soft_cap > 0:
+        if logits_soft_cap is not None and logits_soft_cap > 0:
             if not self._options.features.soft_cap:
                 raise PlanError(
                     f"logits_soft_cap={logits_soft_cap}, but the batch was planned without; "
@@ -197,7 +201,7 @@ def _page_table(
     pages, last = indptr.diff(), last_page_len(kv_len, page_size)
     if len(pages) != len(kv_len):
         raise ShapeError(f"kv_len_arr has {len(kv_len)} entries, kv_indptr {len(pages)} requests")
-    needed = (kv_len + page_size - 1) // page_size
+    needed = (kv_len.to(torch.int64) + page_size - 1) // page_size
     wrong = (kv_len < 0) | (needed > pages)
     if wrong.any():
         b = int(wrong.nonzero()[0])
@@ -205,6 +209,7 @@ def _page_table(
             f"kv_len_arr[{b}] is {int(kv_len[b])}; kv_indptr gives the request {int(pages[b])} "
             f"pages of {page_size}"
         )
+    needed = needed.to(torch.int32)
     if torch.equal(pages, needed):
         return indptr, indices, last
     if int(indptr[-1]) > len(indices):

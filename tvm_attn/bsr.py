@@ -21,14 +21,15 @@ import torch
 from tvm_attn._bsr_text import picture
 from tvm_attn._index_arrays import (
     IndexArray,
-    as_tensor,
     checked_size,
     index_array,
     is_plain,
     optional_index_array,
     param_arrays,
 )
+from tvm_attn._index_arrays import as_tensor as as_tensor
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
+from tvm_attn.spec import integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,6 +367,8 @@ def _blocked_length(num_blocks: int, block: int, length: int | None, name: str) 
     whole = num_blocks * block
     if length is None:
         return whole
+    if integer(length) is None:
+        raise DTypeError(f"{name}={length!r} must be an integer, or None")
     if not max(whole - block, -1) < length <= whole:
         raise PlanError(
             f"{name}={length} does not end in the last of {num_blocks} blocks of {block}; "

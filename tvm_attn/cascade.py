@@ -18,7 +18,7 @@ import torch
 
 from tvm_attn import pipeline
 from tvm_attn.errors import DTypeError, ShapeError
-from tvm_attn.runtime.device import access_unit
+from tvm_attn.runtime.device import access_unit, check_writable
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import Q_DTYPES
@@ -92,6 +92,7 @@ def merge_state_in_place(
     _check_state("v", v, "s", s, 3)
     _check_other(v, "v_other", v_other, "s_other", s_other)
     check_tensor("s", s, tuple(s.shape), torch.float32, v.device, contiguous=True)
+    check_writable("v", v)
     if mask is None:
         mask = torch.empty(0, dtype=torch.bool, device=v.device)
     else:
@@ -163,6 +164,8 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, ran
     if v.ndim != rank:
         axes = "seq_len, " + "num_states, " * (rank == 4) + "num_heads, head_dim"
         raise ShapeError(f"{v_name} has shape {tuple(v.shape)}, expected [{axes}]")
+    if not v.shape[-1]:
+        raise ShapeError(f"{v_name} has shape {tuple(v.shape)}; head_dim must be at least 1")
     check_tensor(v_name, v, tuple(v.shape), v.dtype, v.device)
     check_tensor(s_name, s, tuple(v.shape[:-1]), torch.float32, v.device)
 

@@ -20,6 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 try:
     import typer
     from rich.console import Console
@@ -62,6 +64,9 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[[str], Any] | None]] = {
 
 ARTIFACT = re.compile(r".+-[0-9a-f]{32}\.(tar|tar\.lock|json)")
 """Names of the cache's own files."""
+
+MAX_TOKENS = 2**29
+"""Of a batch to look at; no request may have more."""
 
 WIDTH = 1000
 """Columns that a table may take: a terminal breaks long lines, nothing is cut for a pipe."""
@@ -339,7 +344,10 @@ def _lengths(option: str, text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
         raise PlanError(f"{option}={text!r} must be lengths of at least 0, such as 1,1,512")
-    return [int(word) for word in words]
+    lengths = [int(word) for word in words]
+    if sum(lengths) > MAX_TOKENS:
+        raise PlanError(f"{option} has {sum(lengths)} tokens, more than {MAX_TOKENS}")
+    return lengths
 
 
 def _batch(qo_lens: list[int], kv_lens: list[int], page_size: int | None) -> tuple[Any, ...]:
@@ -349,7 +357,7 @@ def _batch(qo_lens: list[int], kv_lens: list[int], page_size: int | None) -> tup
         return qo_indptr, [0, *accumulate(kv_lens)]
     kv_indptr = [0, *accumulate(-(-kv_len // page_size) for kv_len in kv_lens)]
     last_page_len = [(kv_len - 1) % page_size + 1 for kv_len in kv_lens]
-    return qo_indptr, kv_indptr, list(range(kv_indptr[-1])), last_page_len
+    return qo_indptr, kv_indptr, np.arange(kv_indptr[-1], dtype=np.int32), last_page_len
 
 
 def _modules_of(package: Any) -> list[pkgutil.ModuleInfo]:

@@ -20,10 +20,10 @@ from tvm_attn._flashinfer.arguments import (
 )
 from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
-from tvm_attn.runtime.device import CPU, access_unit, check_device
+from tvm_attn.runtime.device import CPU, access_unit, check_device, check_writable
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.library import Library
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, is_count
 
 BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 """What elements of a size are moved as."""
@@ -52,6 +52,8 @@ def get_seq_lens(
     ------
     ShapeError
         If the arrays do not belong to one batch.
+    PlanError
+        If a length does not fit int32; on a GPU, it is the largest that does.
 
     Examples
     --------
@@ -95,6 +97,9 @@ def get_batch_indices_positions(
     ShapeError, DTypeError
         If an array does not have the length, dtype or device it should, or `nnz` is too small. On a
         GPU, where nobody waits for the values, tokens past `nnz` are left out instead.
+    PlanError
+        If `append_indptr` does not start at 0 or decreases, or a request is shorter than what is
+        appended to it; not looked at on a GPU.
 
     Examples
     --------
@@ -106,8 +111,12 @@ def get_batch_indices_positions(
     device = _device_of(arrays)
     indptr, lens = _on_device(device, arrays).values()
     _check_length("append_indptr", indptr, len(lens) + 1)
-    if device == CPU and int(indptr[-1]) > nnz:
-        raise ShapeError(f"nnz={nnz} is too small; append_indptr[-1] is {int(indptr[-1])}")
+    if not is_count(nnz, 0):
+        raise DTypeError(f"nnz={nnz!r} must be an integer of at least 0")
+    if device == CPU:
+        _check_appended(indptr, lens)
+        if int(indptr[-1]) > nnz:
+            raise ShapeError(f"nnz={nnz} is too small; append_indptr[-1] is {int(indptr[-1])}")
     entry = torch.arange(nnz, dtype=torch.int32, device=device)
     request = torch.searchsorted(indptr, entry, right=True, out_int32=True) - 1
     used = entry < indptr[-1]
@@ -137,7 +146,7 @@ def append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : torch.Tensor
-        ``[nnz, num_kv_heads, head_dim]``, in the dtype of the cache.
+        ``[nnz, num_kv_heads, head_dim]``, in the dtype of the cache; head dims of `AttentionSpec`.
     batch_indices, positions : array
         int32 or int64 ``[nnz]``, request and position of each token; one with a negative entry is
         skipped. See `get_batch_indices_positions`.
@@ -180,6 +189,8 @@ def append_paged_kv_cache(
     check_tensor("append_key", append_key, (nnz, *k.shape[2:]), k.dtype, k.device)
     check_tensor("append_value", append_value, (nnz, *v.shape[2:]), v.dtype, k.device)
     check_tensor("the cache of V", v, (*k.shape[:3], None), k.dtype, k.device)
+    check_writable("the cache of K", k)
+    check_writable("the cache of V", v)
     if k.dtype.itemsize not in BITS:
         raise DTypeError(f"the cache has dtype {k.dtype}, whose elements are not 1, 2 or 4 bytes")
     if k.shape[1] == 0:
@@ -263,6 +274,20 @@ def _on_device(device: torch.device, arrays: Mapping[str, IndexArray]) -> dict[s
         check_device(name, index, device)
         found[name] = index
     return found
+
+
+def _check_appended(indptr: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Raise `PlanError` unless every request has the tokens that are appended to it."""
+    appended = indptr.to(torch.int64).diff()
+    if int(indptr[0]) or bool((appended < 0).any()):
+        raise PlanError(f"append_indptr is {indptr.tolist()}; it starts at 0 and never decreases")
+    short = (appended > seq_lens).nonzero()
+    if len(short):
+        b = int(short[0])
+        raise PlanError(
+            f"seq_lens[{b}] is {int(seq_lens[b])}, but {int(appended[b])} tokens are appended to "
+            "this request; give its length once they are"
+        )
 
 
 def _check_length(name: str, array: torch.Tensor, length: int) -> None:

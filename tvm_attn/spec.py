@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from tvm_attn.errors import SpecError, VariantError
@@ -71,13 +72,16 @@ class AttentionSpec:
                 object.__setattr__(self, name, default)
         for name in ("q_dtype", "kv_dtype", "o_dtype"):
             object.__setattr__(self, name, dtype_name(getattr(self, name), name))
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size"):
+            number = integer(getattr(self, name))  # one of numpy's becomes Python's
+            object.__setattr__(self, name, getattr(self, name) if number is None else number)
         self._check_heads()
         self._check_head_dims()
         self._check_dtypes()
         if self.kv_layout not in LAYOUTS:
             raise SpecError(f"kv_layout={self.kv_layout!r} is not a layout; use one of {LAYOUTS}")
         if self.page_size is not None and not (
-            _is_int(self.page_size, 1) and self.page_size <= MAX_PAGE_SIZE
+            is_count(self.page_size, 1) and self.page_size <= MAX_PAGE_SIZE
         ):
             raise SpecError(
                 f"page_size={self.page_size!r} must be an integer of at least 1 and at most "
@@ -86,7 +90,7 @@ class AttentionSpec:
 
     def _check_heads(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads"):
-            if not _is_int(getattr(self, name), 1):
+            if not is_count(getattr(self, name), 1):
                 raise SpecError(f"{name}={getattr(self, name)!r} must be an integer of at least 1")
         if self.num_qo_heads % self.num_kv_heads:
             raise SpecError(
@@ -97,7 +101,7 @@ class AttentionSpec:
     def _check_head_dims(self) -> None:
         for name in ("head_dim_qk", "head_dim_vo"):
             dim = getattr(self, name)
-            if not _is_int(dim, 16) or dim % 16 or dim > MAX_HEAD_DIM:
+            if not is_count(dim, 16) or dim % 16 or dim > MAX_HEAD_DIM:
                 allowed = ", ".join(str(d) for d in range(16, MAX_HEAD_DIM + 1, 16))
                 raise SpecError(f"{name}={dim!r} is not supported; use one of {allowed}")
 
@@ -155,13 +159,14 @@ class Param:
     name : str
         A Python identifier; the keyword it is passed by.
     kind : {"scalar", "tensor", "bitmap"}
-        A scalar; a tensor indexed by the hook; or one bit per (query, key) pair of each request,
+        A scalar; a tensor indexed by the hook (indices that are not constant are not checked when a
+        kernel runs); or one bit per (query, key) pair of each request,
         which ``ctx.<name>`` reads for the current pair.
     dtype : str
         Element type. Bitmaps are bits and ignore it.
     shape : tuple of (int or str)
         Of a tensor: integers, or names of run-time sizes (``"num_qo_heads"``, ``"batch"``, any
-        other name is a free size).
+        other name is a free size, the same wherever the shape has it).
     default : float, int or None
         Of a scalar; None makes the argument required.
     at : {"run", "plan"}
@@ -181,7 +186,7 @@ class Param:
 
     def __post_init__(self) -> None:
         """Validate the declaration."""
-        if not self.name.isidentifier() or self.name.startswith("_") or "__" in self.name:
+        if not _is_name(self.name) or self.name.startswith("_") or "__" in self.name:
             raise VariantError(
                 f"parameter name {self.name!r} must be a Python identifier without a leading or a "
                 "double underscore"
@@ -203,6 +208,7 @@ class Param:
             raise VariantError(f"parameter {self.name!r}: at={self.at!r} is neither run nor plan")
         if self.kind == "tensor" and not self.shape:
             raise VariantError(f"parameter {self.name!r}: a tensor needs a shape")
+        self._check_shape()
         if self.kind != "tensor" and self.shape:
             raise VariantError(f"parameter {self.name!r}: only tensors have a shape")
         if self.kind == "bitmap" and self.at != "plan":
@@ -211,17 +217,58 @@ class Param:
             raise VariantError(f"parameter {self.name!r}: only scalars have a default")
         if self.narrows and (self.kind != "scalar" or not self.dtype.startswith("int")):
             raise VariantError(f"parameter {self.name!r}: only an integer scalar can narrow")
+        self._check_default()
+
+    def _check_shape(self) -> None:
+        shape: Any = self.shape
+        if not isinstance(shape, tuple | list) or not all(
+            _is_name(size) or is_count(size, 0) for size in shape
+        ):
+            raise VariantError(
+                f"parameter {self.name!r}: shape={shape!r} must be a tuple of integers of at least "
+                "0 and names of sizes"
+            )
+        plain = tuple(size if isinstance(size, str) else int(size) for size in shape)
+        object.__setattr__(self, "shape", plain)
+
+    def _check_default(self) -> None:
+        default: Any = self.default
+        if default is None:
+            return
+        if isinstance(default, bool) or not isinstance(default, Real):
+            raise VariantError(f"parameter {self.name!r}: default={default!r} is no number")
+        whole = integer(default)
+        if self.dtype.startswith("int") and whole is None:
+            raise VariantError(
+                f"parameter {self.name!r}: default={default!r} of an {self.dtype} is no integer"
+            )
+        object.__setattr__(self, "default", float(default) if whole is None else whole)
 
 
-def dtype_name(dtype: object, argument: str) -> str:
+def dtype_name(dtype: Any, argument: str) -> str:
     """Return the canonical name of a dtype given as a string or as a torch/numpy dtype."""
-    name = str(dtype).removeprefix("torch.")
+    is_numpy = isinstance(dtype, type) and dtype.__module__ == "numpy"
+    name = dtype.__name__ if is_numpy else str(dtype).removeprefix("torch.")
     known = {"half": "float16", "float": "float32", "float8_e4m3": "float8_e4m3fn"}
     name = known.get(name, name)
-    if name not in (*Q_DTYPES, *FP8_DTYPES):
-        raise SpecError(f"{argument}={dtype!r} must be one of {Q_DTYPES + FP8_DTYPES}")
+    allowed = Q_DTYPES + FP8_DTYPES if argument == "kv_dtype" else Q_DTYPES
+    if name not in allowed:
+        raise SpecError(f"{argument}={dtype!r} must be one of {allowed}")
     return name
 
 
-def _is_int(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+def integer(value: object) -> int | None:
+    """Return an integer of Python's or numpy's as an int, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
+
+
+def is_count(value: object, minimum: int) -> bool:
+    """Whether a value is an integer of at least `minimum`."""
+    number = integer(value)
+    return number is not None and number >= minimum
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isidentifier()

@@ -270,7 +270,10 @@ def _parse_string(text: str) -> BuildTarget:
 
 
 def _parse_command_line(text: str) -> BuildTarget:
-    kind, *words = shlex.split(text) or [""]
+    try:
+        kind, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise TargetError(f"target={text!r} cannot be read ({error}); {_ALLOWED}") from error
     config: dict[str, Any] = {"kind": "llvm" if kind == "cpu" else kind}
     while words:
         name, equals, given = words.pop(0).partition("=")
@@ -302,6 +305,10 @@ def _parse_config(config: dict[str, Any]) -> BuildTarget:
     if unknown:
         options = ", ".join(f"-{option}" for option in _OPTIONS[kind])
         raise TargetError(f"{kind} has no option {sorted(unknown)}, only {options}; {_ALLOWED}")
+    for option, value in given.items():
+        words = value if option == "mattr" and isinstance(value, list | tuple) else [value]
+        if not all(isinstance(word, str | None) for word in words):
+            raise TargetError(f"{option}={value!r} must be text; {_ALLOWED}")
     made = _cuda_target(given.get("arch")) if kind == "cuda" else _cpu_target(given)
     if "keys" not in config:
         _check_derived(config, made)

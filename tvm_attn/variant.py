@@ -8,11 +8,16 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
+import numpy as np
+
 from tvm_attn.errors import VariantError
 from tvm_attn.spec import Param
 
 Expr = Any
 Hook = Callable[..., Any]
+
+MAX_POSITION = 2**30
+"""Positions, and the windows between them, are below this: their differences fit int32."""
 
 RESERVED_NAMES = frozenset(
     "batch qo_idx kv_idx q_pos kv_pos qo_head kv_head qo_len kv_len "
@@ -40,7 +45,8 @@ class AttentionVariant:
     logits_transform : callable, optional
         ``(ctx, s) -> expr``: the logit, from ``s`` that is already times ``sm_scale``.
     mask : callable, optional
-        ``(ctx) -> bool expr``: whether the key is visible to the query row.
+        ``(ctx) -> bool expr``: whether the key is visible to the query row. Conditions are combined
+        with ``&``, ``|`` and ``~``, which bind tighter than comparisons.
     kv_range : callable, optional
         ``(ctx, q_lo, q_hi) -> (lo, hi)``: for query positions ``q_lo..q_hi`` (inclusive), key
         positions ``lo..hi`` (exclusive end) outside of which `mask` is False for all of them.
@@ -81,6 +87,7 @@ class AttentionVariant:
 
     def __post_init__(self) -> None:
         """Validate hooks and parameter names."""
+        self._check_types()
         object.__setattr__(self, "params", tuple(self.params))
         for field in fields(self)[: len(HOOKS)]:
             hook = getattr(self, field.name)
@@ -94,6 +101,15 @@ class AttentionVariant:
                 raise VariantError(f"parameter name {name!r} is taken; choose another")
         if not self.use_softmax and self.initial_state is not None:
             raise VariantError("initial_state needs softmax: without it there is no denominator")
+
+    def _check_types(self) -> None:
+        params = self.params if isinstance(self.params, tuple | list) else (None,)
+        if not all(isinstance(param, Param) for param in params):
+            raise VariantError(f"params must be a tuple of Param, got {self.params!r}")
+        for field, kind in (("use_softmax", bool), ("name", str)):
+            given = getattr(self, field)
+            if not isinstance(given, kind):
+                raise VariantError(f"{field} must be a {kind.__name__}, got {given!r}")
 
     def __and__(self, other: AttentionVariant) -> AttentionVariant:
         """Compose: masks AND, ranges intersect, transforms chain in order.
@@ -128,8 +144,63 @@ class AttentionVariant:
 
 
 def as_expr(value: Any) -> Any:
-    """Return the expression of a comparison: TIR defers what ``==`` and ``!=`` give."""
+    """Return the expression of a comparison, which TIR defers, and the number of a numpy scalar."""
+    if isinstance(value, np.generic):
+        return value.item()
     return value.asobject() if hasattr(value, "asobject") else value
+
+
+def as_float(value: Any) -> Expr:
+    """Return what a hook gave as a float32 expression, or raise `TypeError`."""
+    from tvm import tirx
+
+    value = _of_kind(value, "int", "float")
+    if isinstance(value, int | float):
+        return tirx.const(value, "float32")
+    return value if str(value.ty) == "float32" else tirx.Cast("float32", value)
+
+
+def as_bool(value: Any) -> Expr:
+    """Return what a hook gave as a bool expression, or raise `TypeError`."""
+    from tvm import tirx
+
+    value = _of_kind(value, "bool")
+    return tirx.const(value, "bool") if isinstance(value, bool) else value
+
+
+def as_position(value: Any) -> Expr | None:
+    """Return a bound of key positions as an int32 expression, None for None; far ones are bounded.
+
+    Raises
+    ------
+    TypeError
+        If it is no integer.
+    """
+    from tvm import tirx
+
+    value = _of_kind(value, "int", "NoneType")
+    if isinstance(value, int):
+        return tirx.const(max(-MAX_POSITION, min(value, MAX_POSITION)), "int32")
+    if value is None or str(value.ty) == "int32":
+        return value
+    low, high = (tirx.const(end, str(value.ty)) for end in (-MAX_POSITION, MAX_POSITION))
+    return tirx.Cast("int32", tirx.max(low, tirx.min(value, high)))
+
+
+def as_pair(value: Any) -> tuple[Any, Any]:
+    """Return the two results of a hook, or raise `TypeError`."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"returned {value!r}, expected a pair")
+    return value
+
+
+def _of_kind(value: Any, *allowed: str) -> Any:
+    """Return `as_expr` of a value of one of these types, whatever their width."""
+    value = as_expr(value)
+    kind = str(value.ty) if hasattr(value, "ty") else type(value).__name__
+    if kind.rstrip("0123456789") not in allowed:
+        raise TypeError(f"returned {value} of type {kind}, expected {' or '.join(allowed)}")
+    return value
 
 
 def _compose(both: Callable[[Hook, Hook], Hook], a: Hook | None, b: Hook | None) -> Hook | None:
@@ -139,18 +210,18 @@ def _compose(both: Callable[[Hook, Hook], Hook], a: Hook | None, b: Hook | None)
 
 
 def _chain_rows(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, x, d: second(ctx, lambda e: first(ctx, x, e), d)
+    return lambda ctx, x, d: second(ctx, lambda e: as_float(first(ctx, x, e)), d)
 
 
 def _chain_logits(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, s: second(ctx, first(ctx, s))
+    return lambda ctx, s: second(ctx, as_float(first(ctx, s)))
 
 
 def _both_masks(first: Hook, second: Hook) -> Hook:
     def mask(ctx: Any) -> Expr:
         from tvm import tirx
 
-        return tirx.And(as_expr(first(ctx)), as_expr(second(ctx)))
+        return tirx.And(as_bool(first(ctx)), as_bool(second(ctx)))
 
     return mask
 
@@ -159,8 +230,9 @@ def _intersect(first: Hook, second: Hook) -> Hook:
     def kv_range(ctx: Any, q_lo: Expr, q_hi: Expr) -> tuple[Expr, Expr]:
         from tvm import tirx
 
-        (lo_a, hi_a), (lo_b, hi_b) = first(ctx, q_lo, q_hi), second(ctx, q_lo, q_hi)
-        return _tightest(tirx.max, lo_a, lo_b), _tightest(tirx.min, hi_a, hi_b)
+        bounds = [map(as_position, as_pair(hook(ctx, q_lo, q_hi))) for hook in (first, second)]
+        los, his = zip(*bounds, strict=True)
+        return _tightest(tirx.max, *los), _tightest(tirx.min, *his)
 
     return kv_range
 
@@ -174,7 +246,8 @@ def _add_states(first: Hook, second: Hook) -> Hook:
     def initial_state(ctx: Any) -> tuple[Expr, Expr]:
         from tvm import tirx
 
-        (m_a, d_a), (m_b, d_b) = first(ctx), second(ctx)
+        states = [map(as_float, as_pair(hook(ctx))) for hook in (first, second)]
+        (m_a, d_a), (m_b, d_b) = states
         top = tirx.max(m_a, m_b)
         m = tirx.Select(top == tirx.const(-math.inf, "float32"), tirx.const(0.0, "float32"), top)
         return m, d_a * tirx.exp(m_a - m) + d_b * tirx.exp(m_b - m)
@@ -183,7 +256,7 @@ def _add_states(first: Hook, second: Hook) -> Hook:
 
 
 def _chain_outputs(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, o, lse: second(ctx, first(ctx, o, lse), lse)
+    return lambda ctx, o, lse: second(ctx, as_float(first(ctx, o, lse)), lse)
 
 
 HOOKS: dict[str, Callable[[Hook, Hook], Hook]] = {

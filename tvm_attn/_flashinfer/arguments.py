@@ -164,14 +164,20 @@ def data_types(
 
 
 def kv_lengths(kv_indptr: IndexArray, kv_last_page_len: IndexArray, page_size: int) -> torch.Tensor:
-    """Return the KV lengths of a page table, int32 ``[batch]``; 0 for a request without pages."""
-    pages = index_array(kv_indptr, "kv_indptr").diff()
+    """Return the KV lengths of a page table, int32 ``[batch]``; 0 for a request without pages.
+
+    Raises
+    ------
+    ShapeError, PlanError
+        If the arrays are of different batches; on the host, if a length does not fit int32.
+    """
+    pages = index_array(kv_indptr, "kv_indptr").to(torch.int64).diff()
     last = index_array(kv_last_page_len, "kv_last_page_len")
     if len(pages) != len(last):
         raise ShapeError(
             f"kv_last_page_len has {len(last)} entries, kv_indptr is for {len(pages)} requests"
         )
-    return torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
+    return index_array(torch.where(pages > 0, (pages - 1) * page_size + last, 0), "kv_len")
 
 
 def last_page_len(kv_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -188,7 +194,8 @@ def paged_cache(cache: KVCache, kv_layout: str) -> KVCache:
         return cache.unsqueeze(axis) if cache.ndim == 4 else cache
     if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise DTypeError(f"a KV cache is a pair (k, v) or one tensor, got {type(cache).__name__}")
-    k, v = (x.unsqueeze(axis) if x.ndim == 3 else x for x in cache)
+    named = (check_buffer(x, name) for name, x in zip("kv", cache, strict=True))
+    k, v = (x.unsqueeze(axis) if x.ndim == 3 else x for x in named)
     return k, v
 
 

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from tvm_attn import pipeline, variants
 from tvm_attn._flashinfer.arguments import Result, check_buffer, check_layout, schedule_of
-from tvm_attn._index_arrays import checked_size
+from tvm_attn._index_arrays import as_tensor, checked_size
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
 from tvm_attn.runtime.device import CPU, on_device
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan
-from tvm_attn.spec import AttentionSpec
+from tvm_attn.spec import AttentionSpec, integer
 from tvm_attn.variant import AttentionVariant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -72,7 +71,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Validate the position encoding and the types of numbers."""
-        if isinstance(self.window_left, bool) or not isinstance(self.window_left, int | np.integer):
+        if integer(self.window_left) is None:
             raise DTypeError(f"window_left={self.window_left!r} must be an integer; -1 is off")
         cap = self.logits_soft_cap
         if not isinstance(cap, Real | torch.Tensor | None):
@@ -93,7 +92,7 @@ class Options:
         return Features(
             causal=bool(self.causal) and self.custom_mask is None,
             window=self.window_left >= 0,
-            soft_cap=bool(self.logits_soft_cap and self.logits_soft_cap > 0),
+            soft_cap=bool(self.logits_soft_cap and 0 < self.logits_soft_cap < math.inf),
             alibi=self.pos_encoding_mode == "ALIBI",
             custom_mask=self.custom_mask is not None,
         )
@@ -217,13 +216,13 @@ def mask_of(custom_mask: Any, packed_custom_mask: Any) -> torch.Tensor | None:
         If packed bits are not uint8.
     """
     if packed_custom_mask is not None:
-        bits = torch.as_tensor(packed_custom_mask)
+        bits = as_tensor(packed_custom_mask, "packed_custom_mask")
         if bits.dtype != torch.uint8:
             raise DTypeError(f"packed_custom_mask has dtype {bits.dtype}, expected uint8")
         return bits
     if custom_mask is None:
         return None
-    return torch.as_tensor(custom_mask).to(torch.bool).flatten()
+    return as_tensor(custom_mask, "custom_mask").to(torch.bool).flatten()
 
 
 def split_tokens(

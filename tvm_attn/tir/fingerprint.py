@@ -19,7 +19,16 @@ from tvm_attn.tir.hook_arrays import integer
 from tvm_attn.tir.hook_checks import check_elements, check_variables
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.visibility import clear_bits_hide
-from tvm_attn.variant import HOOKS, AttentionVariant, Expr, as_expr
+from tvm_attn.variant import (
+    HOOKS,
+    AttentionVariant,
+    Expr,
+    as_bool,
+    as_expr,
+    as_float,
+    as_pair,
+    as_position,
+)
 
 QUERY = ("batch", "kv_head", "qo_len", "kv_len", "qo_idx", "q_pos", "qo_head")
 KEY = ("batch", "kv_head", "qo_len", "kv_len", "kv_idx", "kv_pos")
@@ -40,9 +49,8 @@ ROWS = ("query_transform", "key_transform", "value_transform")
 PAIRS = ("kv_range", "initial_state")
 """Hooks that return two results."""
 
-NUMBERS = ("int", "float")
-RESULTS = {"mask": ("bool",), "kv_range": ("int", "NoneType")}
-"""Types a hook may return; every other hook returns numbers."""
+RESULTS = {"mask": as_bool, "kv_range": as_position}
+"""What makes an expression of a hook's result; of every other hook, `as_float`."""
 
 LIBRARIES = {"tvm_attn", "tvm", "tvm_ffi"}
 
@@ -80,10 +88,8 @@ def _traced(hooks: Hooks, spec: AttentionSpec, name: str) -> str:
     try:
         given = _given(hooks, spec, name)
         result = getattr(hooks.variant, name)(*given.arguments)
-        results = result if name in PAIRS else (result,)
-        if name in PAIRS and (not isinstance(results, tuple) or len(results) != 2):
-            raise TypeError(f"returned {result!r}, expected a pair")
-        return " ; ".join(_checked(expr, RESULTS.get(name, NUMBERS), given) for expr in results)
+        results = as_pair(result) if name in PAIRS else (result,)
+        return " ; ".join(_checked(RESULTS.get(name, as_float)(one), given) for one in results)
     except Exception as error:
         raise CompileError(
             f"variant {str(hooks.variant)!r}: its {name} cannot be traced: "
@@ -119,12 +125,8 @@ def _given(hooks: Hooks, spec: AttentionSpec, name: str) -> _Given:
     return _Given([ctx, *arguments], [*variables, *arguments])
 
 
-def _checked(expr: Any, allowed: tuple[str, ...], given: _Given) -> str:
-    expr = as_expr(expr)
-    kind = str(expr.ty) if hasattr(expr, "ty") else type(expr).__name__
-    if kind.rstrip("0123456789") not in allowed:
-        raise TypeError(f"returned {expr} of type {kind}, expected {' or '.join(allowed)}")
-    if hasattr(expr, "ty"):
+def _checked(expr: Expr | None, given: _Given) -> str:
+    if expr is not None:
         check_variables(expr, given.variables)
         if given.row is not None:
             check_elements(expr, given.row, given.arguments[-1])

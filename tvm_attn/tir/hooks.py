@@ -15,10 +15,15 @@ from tvm_attn.spec import Param
 from tvm_attn.tir.hook_arrays import HookArray
 from tvm_attn.tir.signature import array
 from tvm_attn.tir.states import LOG2E, Accumulation, OnlineSoftmax, PlainSum, f32
-from tvm_attn.variant import AttentionVariant, Expr, as_expr
-
-MAX_POSITION = 2**30
-"""Positions, and the windows between them, are below this: their differences fit int32."""
+from tvm_attn.variant import (
+    MAX_POSITION,
+    AttentionVariant,
+    Expr,
+    as_bool,
+    as_float,
+    as_pair,
+    as_position,
+)
 
 
 class Context:
@@ -139,7 +144,7 @@ class Hooks:
         """Key positions ``[lo, hi)`` that query positions ``q_lo..q_hi`` may see."""
         lo, hi = None, None
         if self.variant.kv_range is not None:
-            lo, hi = self.variant.kv_range(ctx, q_lo, q_hi)
+            lo, hi = map(as_position, as_pair(self.variant.kv_range(ctx, q_lo, q_hi)))
         everything = (tirx.const(-MAX_POSITION, "int32"), tirx.const(MAX_POSITION, "int32"))
         return everything[0] if lo is None else lo, everything[1] if hi is None else hi
 
@@ -186,19 +191,3 @@ def read_bit(bits: Any, indptr: Any, ctx: Context) -> Expr:
     byte = bits[indptr[ctx.batch] + tirx.shift_right(bit, tirx.const(3, "int64"))]
     shift = tirx.Cast("int32", tirx.bitwise_and(bit, tirx.const(7, "int64")))
     return tirx.bitwise_and(tirx.shift_right(tirx.Cast("int32", byte), shift), 1) > 0
-
-
-def as_float(value: Any) -> Expr:
-    """Return what a hook gave as a float32 expression."""
-    value = as_expr(value)
-    if isinstance(value, int | float):
-        return tirx.const(value, "float32")
-    return value if str(value.ty) == "float32" else tirx.Cast("float32", value)
-
-
-def as_bool(value: Any) -> Expr:
-    """Return what a hook gave as a bool expression."""
-    value = as_expr(value)
-    if isinstance(value, bool | int):
-        return tirx.const(bool(value), "bool")
-    return value if str(value.ty) == "bool" else tirx.Cast("bool", value)

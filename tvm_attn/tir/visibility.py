@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from tvm import sym, tirx
 
-from tvm_attn.tir.hooks import MAX_POSITION, Hooks, as_bool
-from tvm_attn.variant import Expr
+from tvm_attn.tir.hooks import Hooks
+from tvm_attn.variant import MAX_POSITION, Expr, as_bool
 
 
 class Range(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm_attn.errors import VariantError
-from tvm_attn.spec import Param
+from tvm_attn.spec import Param, is_count
 from tvm_attn.variant import AttentionVariant
 
 
@@ -27,7 +27,7 @@ def sliding_window(window_left: int = -1) -> AttentionVariant:
         Default of the run-time scalar ``window_left``, in tokens; -1 is off. A plan is cut for its
         own window: at run a smaller one clips, a larger one is an error.
     """
-    if isinstance(window_left, bool) or not isinstance(window_left, int) or window_left < -1:
+    if not is_count(window_left, -1):
         raise VariantError(f"window_left={window_left!r} must be an integer of at least -1")
     return AttentionVariant(
         mask=lambda ctx: ctx.kv_pos >= ctx.q_pos - ctx.window_left,
