@@ -22,7 +22,7 @@ from tvm_attn.schedules.primitives.shapes import (
     TASKS,
     WARP,
     WORD_BYTES,
-    pitch,
+    row_elements,
 )
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import Arch, BuildTarget
@@ -157,11 +157,12 @@ class CudaTile:
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
-        sizes = [self.rows * pitch(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)]
+        sizes = [self.rows * row_elements(spec.head_dim_qk, q_dtype) * itemsize(q_dtype)]
         for dim, made in zip((spec.head_dim_qk, spec.dim_vo), makes, strict=True):
-            sizes.append(self.stages * self.block * pitch(dim, kv_dtype) * itemsize(kv_dtype))
+            row = row_elements(dim, kv_dtype) * itemsize(kv_dtype)
+            sizes.append(self.stages * self.block * row)
             if made or kv_dtype != q_dtype:
-                sizes.append(self.block * pitch(dim, q_dtype) * itemsize(q_dtype))
+                sizes.append(self.block * row_elements(dim, q_dtype) * itemsize(q_dtype))
         places = self.rows + 2 * PARITIES * PARITIES * self.block
         sizes.append(places * PLACE_BYTES)
         sizes.append((TASKS * TASK_WORDS + 1) * WORD_BYTES)

@@ -7,13 +7,18 @@ import functools
 import importlib
 import inspect
 import re
+from itertools import product
+from typing import Any
 
 import pytest
+from tvm import tirx
+from tvm.sym import Analyzer
 
 from tests.generating import generate_kernel
 from tvm_attn.schedules import sm80
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS
-from tvm_attn.schedules.primitives.shapes import COLUMNS
+from tvm_attn.schedules.primitives.shapes import COLUMNS, is_swizzled
+from tvm_attn.schedules.primitives.staging import SharedTile, SwizzledTile
 from tvm_attn.schedules.tiles_cuda import cuda_tiles
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
@@ -122,6 +127,41 @@ def test_queries_come_early_only_where_warps_hold_theirs() -> None:
     assert ast.unparse(block_loop()).count("take_queries(") == 1
     assert phases_of(function("take_queries")) == [EARLY]
     assert EARLY not in phases_of(block_loop())
+
+
+def number(expr: Any) -> int:
+    """Evaluate sums and exclusive ors of constants."""
+    expr = Analyzer().simplify(expr)
+    if isinstance(expr, tirx.IntImm):
+        return int(expr)
+    a, b = number(expr.a), number(expr.b)
+    return a + b if isinstance(expr, tirx.Add) else a ^ b
+
+
+@pytest.mark.parametrize("kind", [SharedTile, SwizzledTile])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 192, 256])
+def test_operands_are_where_they_were_copied_to(kind: type[SharedTile], dim: int) -> None:
+    tile = kind(None, tirx.const(0, "uint32"), 32, dim, 2, "bfloat16")
+    for row, chunk in product(range(16), range(2)):
+        corner = Analyzer().simplify(tile.pointer(1, row, chunk * tile.chunk))
+        for rows, columns in product((0, 16), range(0, dim, 16)):
+            wanted = tile.pointer(1, row + rows, columns + chunk * tile.chunk)
+            assert number(tile.corner_pointer(corner, rows, columns)) == number(wanted)
+
+
+def test_rows_of_several_lines_are_not_padded() -> None:
+    swizzled = [dim for dim in range(16, 257, 16) if is_swizzled(dim, "bfloat16")]
+    assert swizzled == [128, 192, 256]
+    assert is_swizzled(256, "float8_e4m3fn") and not is_swizzled(128, "float8_e4m3fn")
+
+
+@pytest.mark.parametrize(("dim", "before"), [(64, True), (128, True), (256, False)])
+def test_copies_come_before_products_where_registers_are_short(dim: int, before: bool) -> None:
+    spec, target = AttentionSpec(8, 2, dim, q_dtype="bfloat16"), parse_target("sm_90")
+    body = generate_kernel(spec, VARIANTS["full"](spec), cuda_tiles(spec, target)[1], target).body
+    calls = re.findall(r"(mma_sync|cp_async_cg|commit_group)\w*\(", body)
+    first, last = calls.index("mma_sync"), len(calls) - 1 - calls[::-1].index("mma_sync")
+    assert ("cp_async_cg" not in calls[first:last]) == before
 
 
 BARE = re.compile(r"exp2f\(\w+\[\d+\]\)")

@@ -10,6 +10,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.addresses import AddressedCopy, address_of, no_row
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     byte_as_float,
@@ -18,7 +19,7 @@ from tvm_attn.schedules.primitives.fragments import (
     store_shared_pair,
 )
 from tvm_attn.schedules.primitives.shared import NOWHERE, SharedTiles
-from tvm_attn.schedules.primitives.staging import Copy, copy_rows
+from tvm_attn.schedules.primitives.staging import copy_rows
 from tvm_attn.tir.access import to_float
 from tvm_attn.variant import Expr
 
@@ -30,6 +31,12 @@ def offset(cache: Any, at: Sequence[Expr]) -> Expr:
     """Offset of an element in a strided tensor, in elements."""
     terms = [tirx.Cast("int64", i) * stride for i, stride in zip(at, cache.strides, strict=True)]
     return reduce(operator.add, terms)
+
+
+def row_address(cache: Any, at: Sequence[Expr]) -> Expr:
+    """Address of a row of a strided tensor."""
+    origin = [0] * (len(cache.shape) - 1)
+    return address_of(cache.ptr_to([*origin, offset(cache, (*at, 0))]))
 
 
 @T.inline
@@ -58,7 +65,7 @@ def load_q(cta, task, q):
     tile = T.meta_var(cta.shared.q)
     if cta.hooks.variant.query_transform is None:
         where = T.meta_var(lambda i: cta.shared.q_place[i])
-        copy_rows(Copy(tile, 0, q, where, cta.thread, cta.tile.threads))
+        copy_rows(AddressedCopy(tile, 0, q, where, cta.thread, cta.tile.threads))
     else:
         make_elements(cta, tile, transformed_query(cta, task, q))
 
@@ -69,7 +76,7 @@ def locate_q(cta, task, q):
     for i in T.unroll(-(-cta.tile.rows // cta.tile.threads)):
         row = T.meta_var(i * cta.tile.threads + cta.thread)
         if row < cta.tile.rows:
-            cta.shared.q_place[row] = offset(q, (*task.index(task.row(row)), 0))
+            cta.shared.q_place[row] = row_address(q, task.index(task.row(row)))
 
 
 @T.inline
@@ -92,25 +99,25 @@ def note(cta, task, cache, pages, count, k, v, t, s, kv0):
             first = T.meta_var(SharedTiles.place(cta, t, s + block))
             place: T.let[T.int32] = first + token % cta.tile.block
             slot = T.meta_var(cache.locate(task.request, kv0 + token)[1])
-            at = T.meta_var((*cache.order(pages[i], slot, task.kv_head), 0))
+            at = T.meta_var(cache.order(pages[i], slot, task.kv_head))
             nowhere = T.meta_var(pages[i] == NOWHERE)
-            cta.shared.k_place[place] = T.Select(nowhere, T.int64(NOWHERE), offset(k, at))
-            cta.shared.v_place[place] = T.Select(nowhere, T.int64(NOWHERE), offset(v, at))
+            cta.shared.k_place[place] = T.Select(nowhere, no_row(), row_address(k, at))
+            cta.shared.v_place[place] = T.Select(nowhere, no_row(), row_address(v, at))
 
 
-def gather_k(cta: Cta, k: Any, t: Expr, s: Expr) -> Copy:
+def gather_k(cta: Cta, k: Any, t: Expr, s: Expr) -> AddressedCopy:
     """Return the copy of the keys of a block: that at position `s` of the stream, of item `t`."""
     return _gather(cta, cta.shared.k, cta.shared.k_place, k, t, s)
 
 
-def gather_v(cta: Cta, v: Any, t: Expr, s: Expr) -> Copy:
+def gather_v(cta: Cta, v: Any, t: Expr, s: Expr) -> AddressedCopy:
     """Return the copy of the values of a block: that at position `s` of the stream, of item `t`."""
     return _gather(cta, cta.shared.v, cta.shared.v_place, v, t, s)
 
 
-def _gather(cta: Cta, tile: Any, places: Any, cache: Any, t: Expr, s: Expr) -> Copy:
+def _gather(cta: Cta, tile: Any, places: Any, cache: Any, t: Expr, s: Expr) -> AddressedCopy:
     first = SharedTiles.place(cta, t, s)
-    return Copy(
+    return AddressedCopy(
         tile,
         s % cta.tile.stages,
         cache,

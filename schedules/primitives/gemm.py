@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     ACCUMULATORS,
     HALVES,
@@ -19,75 +20,105 @@ from tvm_attn.schedules.primitives.fragments import (
 from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
 from tvm_attn.schedules.primitives.staging import copy_rows
 from tvm_attn.tir.states import f32
+from tvm_attn.variant import Expr
 
 PAIR = 2 * RIGHT
 """Registers of the right operands that one load brings: for two tiles of 8 columns."""
 
 
+def query_corner(cta: Cta) -> Expr:
+    """Address of what the lane shows ``ldmatrix`` of the warp's first queries."""
+    row, column = cta.lane.left_address()
+    return cta.shared.q.pointer(0, cta.first_place + row, column)
+
+
+def key_corner(cta: Cta, s: Expr) -> Expr:
+    """Address of what the lane shows ``ldmatrix`` of the first keys of a block."""
+    k = cta.shared.k_operand
+    return k.pointer(s % k.stages, *cta.lane.right_address())
+
+
+def value_corner(cta: Cta, s: Expr) -> Expr:
+    """Address of what the lane shows ``ldmatrix`` of the first values of a block."""
+    v = cta.shared.v_operand
+    return v.pointer(s % v.stages, *cta.lane.left_address())
+
+
 @T.inline
-def load_queries(cta, d):
+def load_queries(cta, corner, d):
     """Load the warp's queries of step `d`."""
-    at = T.meta_var(cta.lane.left_address())
     for m in T.unroll(cta.row_tiles):
-        row = T.meta_var(cta.first_place + m * ROWS + at[0])
-        pointer = T.meta_var(cta.shared.q.pointer(0, row, d * DEPTH + at[1]))
+        pointer = T.meta_var(cta.shared.q.corner_pointer(corner, m * ROWS, d * DEPTH))
         load_matrices(cta.registers.left, cta.query(d, m), pointer)
 
 
 @T.inline
 def hold_queries(cta):
     """Load the warp's queries of all steps."""
+    corner: T.uint32 = query_corner(cta)
     for d in T.unroll(cta.spec.head_dim_qk // DEPTH):
-        load_queries(cta, d)
+        load_queries(cta, corner, d)
 
 
 @T.inline
-def load_keys(cta, s, step, tiles):
+def load_keys(cta, corner, step, tiles):
     """Load 16 keys of a block, of the step and tile that `step` counts."""
     k = T.meta_var(cta.shared.k_operand)
-    at = T.meta_var(cta.lane.right_address())
-    row = T.meta_var(step % tiles * ROWS + at[0])
-    column = T.meta_var(step // tiles * DEPTH + at[1])
-    load_matrices(cta.registers.right, step % 2 * PAIR, k.pointer(s % k.stages, row, column))
+    pointer = T.meta_var(k.corner_pointer(corner, step % tiles * ROWS, step // tiles * DEPTH))
+    load_matrices(cta.registers.right, step % 2 * PAIR, pointer)
 
 
 @T.inline
-def load_values(cta, s, step, tiles):
+def load_values(cta, corner, step, tiles):
     """Load 16 elements of 16 values of a block, of the step and tile that `step` counts."""
     v = T.meta_var(cta.shared.v_operand)
-    at = T.meta_var(cta.lane.left_address())
-    row = T.meta_var(step // tiles * DEPTH + at[0])
-    column = T.meta_var(step % tiles * ROWS + at[1])
-    pointer = T.meta_var(v.pointer(s % v.stages, row, column))
+    pointer = T.meta_var(v.corner_pointer(corner, step // tiles * DEPTH, step % tiles * ROWS))
     load_matrices(cta.registers.right, step % 2 * PAIR, pointer, transposed=True)
 
 
 @T.inline
+def begin_copies(first, second):
+    """Begin one or two copies."""
+    copy_rows(first)
+    if second is not None:
+        copy_rows(second)
+
+
+@T.inline
 def qk(cta, s, first, second):
-    """Multiply the warp's queries with the keys of a block; begin up to two copies meanwhile."""
+    """Multiply the warp's queries with the keys of a block; begin up to two copies meanwhile.
+
+    Before, if the warp has two tiles of rows: it has no registers for addresses meanwhile then.
+    """
     r = T.meta_var(cta.registers)
     steps = T.meta_var(cta.spec.head_dim_qk // DEPTH)
     tiles = T.meta_var(cta.key_tiles // 2)
     early = T.meta_var(min(1, steps - 1))
     late = T.meta_var(max(steps // 2, early))
+    has_room = T.meta_var(cta.row_tiles == 1)
+    if not has_room:
+        begin_copies(first, second)
     for i in T.unroll(cta.row_tiles * cta.key_tiles * ACCUMULATORS):
         r.score[i] = f32(0.0)
+    queries: T.uint32 = query_corner(cta)
+    keys: T.uint32 = key_corner(cta, s)
     if not cta.tile.holds_queries:
-        load_queries(cta, 0)
-    load_keys(cta, s, 0, tiles)
+        load_queries(cta, queries, 0)
+    load_keys(cta, keys, 0, tiles)
     for d in T.unroll(steps):
-        if d == early:
-            copy_rows(first)
-        if second is not None:
-            if d == late:
-                copy_rows(second)
+        if has_room:
+            if d == early:
+                copy_rows(first)
+            if second is not None:
+                if d == late:
+                    copy_rows(second)
         for n in T.unroll(tiles):
             step = T.meta_var(d * tiles + n)
             if step + 1 < steps * tiles:
-                load_keys(cta, s, step + 1, tiles)
+                load_keys(cta, keys, step + 1, tiles)
             if not cta.tile.holds_queries:
                 if T.And(n == max(tiles - 2, 0), d + 1 < steps):
-                    load_queries(cta, d + 1)
+                    load_queries(cta, queries, d + 1)
             for m in T.unroll(cta.row_tiles):
                 for h in T.unroll(2):
                     at = T.meta_var(cta.score(m, n * 2 + h))
@@ -116,13 +147,14 @@ def pv(cta, weight, s):
     r = T.meta_var(cta.registers)
     steps = T.meta_var(cta.tile.block // DEPTH)
     tiles = T.meta_var(cta.value_tiles // 2)
-    load_values(cta, s, 0, tiles)
+    values: T.uint32 = value_corner(cta, s)
+    load_values(cta, values, 0, tiles)
     for j in T.unroll(steps):
         weigh(cta, weight, j)
         for n in T.unroll(tiles):
             step = T.meta_var(j * tiles + n)
             if step + 1 < steps * tiles:
-                load_values(cta, s, step + 1, tiles)
+                load_values(cta, values, step + 1, tiles)
             for m in T.unroll(cta.row_tiles):
                 for h in T.unroll(2):
                     at = T.meta_var(cta.out(m, n * 2 + h))

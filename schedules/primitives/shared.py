@@ -8,13 +8,13 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.shapes import PARITIES, TASK_WORDS, TASKS
-from tvm_attn.schedules.primitives.staging import SharedTile
+from tvm_attn.schedules.primitives.staging import SharedTile, allocate_tile
 from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.variant import Expr
 
 NOWHERE = -1
-"""Page and place of a token that there is not."""
+"""Page of a token that there is not."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SharedTiles:
     ``q`` holds the query rows. ``k`` and ``v`` are rings of blocks as they are stored in the cache;
     ``k_operand`` and ``v_operand`` are what is multiplied: the rings themselves, or one block each
     that is made from them. ``q_place`` says where rows are in q, ``k_place`` and ``v_place`` where
-    the tokens of two blocks of two items are in the cache, as int64 offsets in elements. ``tasks``
+    the tokens of two blocks of two items are in the cache, as addresses of rows. ``tasks``
     are words of `task.Task`, ``verdict`` is one word.
     """
 
@@ -54,18 +54,18 @@ class SharedTiles:
         """Allocate; `transforms` says whether keys and values are transformed."""
         pool = T.SMEMPool()
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)
-        q = SharedTile.allocate(pool, tile.rows, spec.head_dim_qk, q_dtype)
+        q = allocate_tile(pool, tile.rows, spec.head_dim_qk, q_dtype)
         rings: list[SharedTile] = []
         operands: list[SharedTile] = []
         for dim, transformed in zip((spec.head_dim_qk, spec.dim_vo), transforms, strict=True):
-            ring = SharedTile.allocate(pool, tile.block, dim, kv_dtype, tile.stages)
+            ring = allocate_tile(pool, tile.block, dim, kv_dtype, tile.stages)
             rings.append(ring)
             if transformed or kv_dtype != q_dtype:
-                operands.append(SharedTile.allocate(pool, tile.block, dim, q_dtype))
+                operands.append(allocate_tile(pool, tile.block, dim, q_dtype))
             else:
                 operands.append(ring)
         keys = PARITIES * PARITIES * tile.block
-        places = [pool.alloc((size,), "int64", align=16) for size in (tile.rows, keys, keys)]
+        places = [pool.alloc((size,), "uint64", align=16) for size in (tile.rows, keys, keys)]
         words = [pool.alloc((size,), "int32", align=16) for size in (TASKS * TASK_WORDS, 1)]
         pool.commit()
         return SharedTiles(q, *rings, *operands, *places, *words)

@@ -10,7 +10,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, LINE_CHUNKS, WORD_BYTES, pitch
+from tvm_attn.schedules.primitives.shapes import (
+    CHUNK_BYTES,
+    LINE_CHUNKS,
+    WORD_BYTES,
+    is_swizzled,
+    pitch,
+)
 from tvm_attn.tir.signature import itemsize
 
 Expr = Any
@@ -76,6 +82,14 @@ class SharedTile:
         offset = self.index(stage, row, column) * itemsize(self.dtype)
         return self.origin + tirx.Cast("uint32", offset)
 
+    def corner_pointer(self, corner: Expr, rows: Expr, columns: Expr) -> Expr:
+        """Address of the element some rows and columns after one in a row's first two chunks.
+
+        Both are multiples of 16.
+        """
+        beyond = (rows * pitch(self.columns, self.dtype) + columns) * itemsize(self.dtype)
+        return corner + tirx.Cast("uint32", beyond)
+
 
 @dataclass(frozen=True)
 class SwizzledTile(SharedTile):
@@ -108,6 +122,18 @@ class SwizzledTile(SharedTile):
         begin = (stage * self.rows + row) * self.columns + chunk * self.chunk
         return begin + tirx.floormod(column, self.chunk)
 
+    def corner_pointer(self, corner: Expr, rows: Expr, columns: Expr) -> Expr:
+        """Address of the element some rows and columns after one in a row's first two chunks.
+
+        Rows begin at a multiple of the chunks that they have in orders of their own, so bits of the
+        corner's address are all that has to be changed to change chunks.
+        """
+        size = itemsize(self.dtype)
+        run = self.ordered * CHUNK_BYTES
+        flipped = tirx.Cast("uint32", tirx.floormod(columns * size, run))
+        beyond = rows * self.columns * size + tirx.floordiv(columns * size, run) * run
+        return tirx.bitwise_xor(corner, flipped) + tirx.Cast("uint32", beyond)
+
     def chunk_pointer(self, stage: Expr, row: Expr, chunk: Expr, pair: Expr) -> Expr:
         """Address of the chunk 0 or 1 of a row's `pair`-th pair of chunks, for many pairs."""
         if self.ordered == 1:
@@ -118,6 +144,12 @@ class SwizzledTile(SharedTile):
         begin = (stage * self.rows + row) * self.columns * itemsize(self.dtype)
         offset = begin + tirx.bitwise_xor(place, rest) + whole * CHUNK_BYTES
         return self.origin + tirx.Cast("uint32", offset)
+
+
+def allocate_tile(pool: Any, rows: int, columns: int, dtype: str, stages: int = 1) -> SharedTile:
+    """Allocate a tile in a pool of shared memory, padded or not, as its rows are better kept."""
+    kind = SwizzledTile if is_swizzled(columns, dtype) else SharedTile
+    return kind.allocate(pool, rows, columns, dtype, stages)
 
 
 def copy_chunk(destination: Expr, source: Expr, is_valid: Expr) -> Expr:
@@ -199,22 +231,35 @@ class Copy:
             return tirx.const(True, "bool")
         return turn * self.threads + self.thread < self.tile.rows * self.lanes
 
+    @property
+    def place_dtype(self) -> str:
+        """Of a place."""
+        return "int64"
+
+    def is_there(self, place: Expr) -> Expr:
+        """Whether a place is that of a row."""
+        return T.Cast("int32", T.shift_right(place, T.int64(32))) != -1
+
+    def chunk_at(self, place: Expr, turn: Expr, part: Expr) -> Expr:
+        """Address of a chunk that this thread copies in a turn from the row at a place."""
+        origin = [0] * (len(self.source.shape) - 1)
+        return self.source.ptr_to([*origin, place + self.column(turn, part)])
+
 
 @T.inline
 def copy_rows(copy):
     """Begin to copy rows: all addresses are known before the first copy begins."""
-    places = T.alloc_local((copy.turns,), "int64")
+    places = T.alloc_local((copy.turns,), copy.place_dtype)
     for i in T.unroll(copy.turns):
         if copy.is_mine(i):
             places[i] = copy.place(copy.row(i))
     for i in T.unroll(copy.turns):
         if copy.is_mine(i):
-            origin = T.meta_var([0] * (len(copy.source.shape) - 1))
             for part in T.unroll(copy.parts):
                 copy_chunk(
                     copy.tile.pointer(copy.stage, copy.row(i), copy.column(i, part)),
-                    copy.source.ptr_to([*origin, places[i] + copy.column(i, part)]),
-                    T.Cast("int32", T.shift_right(places[i], T.int64(32))) != -1,
+                    copy.chunk_at(places[i], i, part),
+                    copy.is_there(places[i]),
                 )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.addresses import no_row
 from tvm_attn.schedules.primitives.shapes import CHUNK_BYTES, PARITIES, TASK_WORDS
-from tvm_attn.schedules.primitives.shared import NOWHERE
 from tvm_attn.schedules.primitives.staging import copy_chunk, copy_word
 from tvm_attn.tir.access import CacheAccess
 from tvm_attn.tir.rows import Rows
@@ -294,5 +294,5 @@ def forget_places(cta):
     for i in T.unroll(-(-places // cta.tile.threads)):
         place = T.meta_var(i * cta.tile.threads + cta.thread)
         if place < places:
-            cta.shared.k_place[place] = T.int64(NOWHERE)
-            cta.shared.v_place[place] = T.int64(NOWHERE)
+            cta.shared.k_place[place] = no_row()
+            cta.shared.v_place[place] = no_row()
