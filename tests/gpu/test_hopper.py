@@ -104,3 +104,16 @@ def test_scores_that_outgrow_their_reference(machine: Machine, scale: float) -> 
     module = build(row, "sm90", str(gpu().target))
     batch = random_batch(spec_of(row), [300, 40], [1000, 700], seed=1).to(machine.device)
     check(row["variant"], replace(batch, q=batch.q * scale), module=module)
+
+
+def test_what_was_accumulated_is_kept_when_references_move_far(machine: Machine) -> None:
+    """A key weighs 4 % of one that comes later and moves the reference by more than 2**126."""
+    row = ROWS[0]
+    module = build(row, "sm90", str(gpu().target))
+    batch = random_batch(spec_of(row), [128], [512], seed=1).to(machine.device)
+    q, (k, v) = torch.zeros_like(batch.q), (x.clone() for x in batch.kv)
+    q[..., 0] = 8
+    k.zero_()
+    k[300, :, 0], k[100, :, 0] = 121.5, 126
+    v[300] = 50
+    check(row["variant"], replace(batch, q=q, kv=(k, v)), module=module)
