@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
-from tvm_attn.runtime.device import CPU, check_rows, elsewhere, has_contiguous_rows
+from tvm_attn.runtime.device import (
+    CPU,
+    check_rows,
+    check_writable,
+    elsewhere,
+    has_contiguous_rows,
+)
 from tvm_attn.runtime.params import run_values
 from tvm_attn.runtime.placement import Placement
 from tvm_attn.runtime.plan import Plan
@@ -90,8 +96,10 @@ class Executor:
             out = self._output(q)
         else:
             check_tensor("out", out, (nnz, heads, spec.dim_vo), self._o_dtype, device)
+            check_writable("out", out)
         if lse is not None:
             check_tensor("lse", lse, (nnz, heads), torch.float32, device)
+            check_writable("lse", lse)
             if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
                 raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
         elif return_lse:
@@ -254,6 +262,8 @@ def check_tensor(
         return
     if contiguous:
         raise ShapeError(f"{name} must be contiguous; pass {name}.contiguous()")
+    if tensor.layout is not torch.strided:
+        raise ShapeError(f"{name} is {tensor.layout}; pass {name}.to_dense()")
     if tensor.stride(-1) != 1 and given[-1] != 1:
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"
