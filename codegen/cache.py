@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,38 @@ def cached(name: str, key: str, read: Callable[[Path], Any], make: Callable[[], 
         log.debug("hit %s", path)
         return found
     _make_folder("TVM_ATTN_CACHE_DIR", path.parent)
-    with filelock.FileLock(f"{path}.lock"):
+    with _locked(path):
         found = _try_read(path, read)
         if found is None:
             log.info("building %s", path.name)
-            write_atomically(path, make())
+            content = make()
+            with _writing(path):
+                write_atomically(path, content)
             found = read(path)
     return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file of the cache."""
+    lock = filelock.FileLock(f"{path}.lock")
+    with _writing(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise `EnvError` where a file of the cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise env.EnvError(
+            f"TVM_ATTN_CACHE_DIR: {path} cannot be written ({error}); name a directory that can be"
+        ) from error
 
 
 def _make_folder(variable: str, folder: Path) -> None:
@@ -105,13 +130,13 @@ def name_with_compiler(name: str, key: str) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that no reader ever sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

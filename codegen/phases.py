@@ -55,5 +55,10 @@ def dump(folder: str, texts: Mapping[str, str]) -> None:
         return
     for name, text in texts.items():
         path = root / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise env.EnvError(
+                f"{env.DUMP.name}: {path} cannot be written ({error}); name a directory that can be"
+            ) from error

@@ -10,7 +10,13 @@ import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
 from tvm_attn.runtime.accepted import AcceptedRun, Launches, is_alike, is_plain, signature
-from tvm_attn.runtime.device import CPU, check_rows, elsewhere, has_contiguous_rows
+from tvm_attn.runtime.device import (
+    CPU,
+    check_rows,
+    check_writable,
+    elsewhere,
+    has_contiguous_rows,
+)
 from tvm_attn.runtime.params import run_values
 from tvm_attn.runtime.placement import Placement, is_capturing
 from tvm_attn.runtime.plan import Plan
@@ -169,6 +175,7 @@ class Executor:
         spec = self._spec
         shape = (plan.nnz_qo, spec.num_qo_heads, spec.dim_vo)
         check_tensor("out", out, shape, self._o_dtype, plan.placement.device)
+        check_writable("out", out)
         if self._needs_rows and not has_contiguous_rows(out):
             check_rows(out=out)
 
@@ -186,6 +193,7 @@ class Executor:
                 accepted.lse = torch.empty((1, 1), dtype=torch.float32, device=device).expand(shape)
             return torch.empty_like(accepted.lse, memory_format=torch.contiguous_format)
         check_tensor("lse", lse, shape, torch.float32, device)
+        check_writable("lse", lse)
         if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
             raise ShapeError(f"lse has innermost stride {lse.stride(1)}, expected 1")
         return lse
@@ -286,6 +294,8 @@ def check_tensor(
         return
     if contiguous:
         raise ShapeError(f"{name} must be contiguous; pass {name}.contiguous()")
+    if tensor.layout is not torch.strided:
+        raise ShapeError(f"{name} is {tensor.layout}; pass {name}.to_dense()")
     if tensor.stride(-1) != 1 and given[-1] != 1:
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"

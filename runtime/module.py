@@ -24,7 +24,7 @@ from tvm_attn.runtime.machine import CpuMachine, Machine
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.planner import Planner, expect, positive
 from tvm_attn.runtime.workspace import PlanLimits, workspace_size
-from tvm_attn.spec import AttentionSpec, Param
+from tvm_attn.spec import AttentionSpec, Param, is_count
 
 MULTIPROCESSORS = 132  # what plans are for without a GPU, where the artifact does not say
 
@@ -272,9 +272,9 @@ class AttentionModule:
 
         It runs here all the same; use it to look at the plans of another machine.
         """
-        if not isinstance(num_ctas, int) or isinstance(num_ctas, bool) or num_ctas < 1:
+        if not is_count(num_ctas, 1):
             raise SpecError(f"num_ctas={num_ctas!r} must be an integer of at least 1")
-        return AttentionModule(self._artifact, self._libraries, num_ctas)
+        return AttentionModule(self._artifact, self._libraries, int(num_ctas))
 
     def workspace_size(
         self, limits: PlanLimits, *, fixed_split_size: int | None = None

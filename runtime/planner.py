@@ -18,7 +18,7 @@ from tvm_attn.runtime.params import UNBOUNDED, plan_values
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.shelf import Shelf, Store
 from tvm_attn.runtime.workspace import PlanLimits
-from tvm_attn.spec import AttentionSpec, Param
+from tvm_attn.spec import AttentionSpec, Param, integer
 
 Arguments = dict[str, Any]
 
@@ -226,9 +226,10 @@ def positive(name: str, value: int | None) -> int:
     """Return an optional count, 0 for None."""
     if value is None:
         return 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    number = integer(value)
+    if number is None or number < 1:
         raise PlanError(f"{name}={value!r} must be an integer of at least 1, or None")
-    return min(value, UNBOUNDED)
+    return min(number, UNBOUNDED)
 
 
 def expect(name: str, value: object, kind: type) -> None:

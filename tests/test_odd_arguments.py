@@ -41,6 +41,15 @@ def run(variant: AttentionVariant | None, planned: Any = None, **given: Any) -> 
 # Numbers
 
 
+def test_counts_of_numpy_are_counts() -> None:
+    kernel = ta.build(SPEC).with_ctas(np.int64(8))
+    plan = kernel.plan(*TABLE, fixed_split_size=np.int64(2), max_qo_len=np.int32(3))
+    assert plan.num_slots > 0
+    for given in ({"fixed_split_size": 2.0}, {"max_qo_len": True}):
+        with pytest.raises(PlanError, match="integer"):
+            kernel.plan(*TABLE, **given)
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_integers_of_numpy_are_integers(kind: Callable[[int], Any]) -> None:
     spec = AttentionSpec(kind(2), kind(1), kind(16), q_dtype="float32", page_size=kind(4))
@@ -318,6 +327,23 @@ def test_nothing_is_written_where_results_would_meet() -> None:
     assert not row.any()
     assert not page.any()
     ta.append_paged_kv_cache(v[:1], v[:1], [0], [0], (page[:1], page[:1]), [0], [0, 1], [1])
+
+
+def test_results_are_not_written_over_one_another() -> None:
+    row, one = torch.full((1, 2, 16), 7.0), torch.full((1, 2), 7.0)
+    with pytest.raises(ShapeError, match="out of shape"):
+        run(None, out=row.expand(3, 2, 16))
+    with pytest.raises(ShapeError, match="lse of shape"):
+        run(None, lse=one.expand(3, 2))
+    assert (row == 7.0).all()
+    assert (one == 7.0).all()
+
+
+def test_a_sparse_tensor_is_told_from_a_strided_one() -> None:
+    kernel = ta.build(SPEC)
+    k = torch.zeros(2, 4, 1, 16)
+    with pytest.raises(ShapeError, match=r"q is torch.sparse_coo; pass q.to_dense\(\)"):
+        kernel.run(kernel.plan(*TABLE), torch.ones(3, 2, 16).to_sparse(), (k, k))
 
 
 @pytest.mark.parametrize(

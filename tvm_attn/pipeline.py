@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial, reduce
+from itertools import repeat
 from operator import or_
 from typing import Any
 
@@ -52,8 +53,8 @@ ATTENTION = "attention"
 """The part of a kernel that computes; the others plan."""
 
 REQUEST_SIZE = 3  # positional arguments of `build`
-_jobs: list[Callable[..., AttentionModule]] = []
-"""What `build_many` is building: its processes inherit it, since hooks cannot be pickled."""
+_jobs: dict[int, Sequence[Callable[..., AttentionModule]]] = {}
+"""What `build_many` is building, by call: its processes inherit it, hooks cannot be pickled."""
 
 
 def build(
@@ -233,7 +234,7 @@ def build_many(
     """
     jobs = [partial(build, *given, schedule=schedule) for given in _checked_requests(requests)]
     _compat.import_tvm()
-    _jobs[:] = jobs
+    _jobs[call := id(jobs)] = jobs
     try:
         with (
             _progress.bar(progress, len(jobs)) as report,
@@ -242,10 +243,10 @@ def build_many(
                 mp_context=multiprocessing.get_context("fork"),
             ) as pool,
         ):
-            for done, index in enumerate(pool.map(_build_job, range(len(jobs))), start=1):
+            for done, index in enumerate(pool.map(_build_job, repeat(call), range(len(jobs))), 1):
                 report(f"{done}/{len(jobs)} {jobs[index].args[0]}")
     finally:
-        _jobs.clear()
+        del _jobs[call]
     return [job() for job in jobs]
 
 
@@ -353,8 +354,8 @@ def _tiles_to_try(
     return [asdict(tile) for tiles in ranked for tile in tiles]
 
 
-def _build_job(index: int) -> int:
-    _jobs[index](progress=_progress.unheard)
+def _build_job(call: int, index: int) -> int:
+    _jobs[call][index](progress=_progress.unheard)
     return index
 
 

@@ -187,8 +187,10 @@ def last_page_len(kv_len: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def paged_cache(cache: KVCache, kv_layout: str) -> KVCache:
     """Return a paged cache with its axis of tokens, which may be left out for pages of one."""
-    if type(cache) is tuple and len(cache) == 2 and cache[0].ndim == cache[1].ndim == 4:
-        return cache
+    if type(cache) is tuple and len(cache) == 2:
+        k, v = cache
+        if type(k) is type(v) is torch.Tensor and k.ndim == v.ndim == 4:
+            return cache
     axis = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, torch.Tensor):
         return cache.unsqueeze(axis) if cache.ndim == 4 else cache
