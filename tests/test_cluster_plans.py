@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from tvm_attn.bsr import BSR
 from tvm_attn.runtime.inspector import Inspector, RowBytes
 from tvm_attn.runtime.plan import Family, Plan, WorkList
 from tvm_attn.runtime.sharing import PARTS, UNCUT, Sharing, Work, tables
-from tvm_attn.tir.planner_shares import CROWD, SHORTEST, SHORTEST_STRETCH, Cost
+from tvm_attn.tir.planner_shares import SHORTEST, SHORTEST_STRETCH, Cost
+from tvm_attn.worklist import CROWD, Item
 
 SIZES = (8, 4, 2, 1)
 DECODE = [Family("decode", 16, 64, 1, 2, cluster=size) for size in SIZES]
@@ -88,6 +89,22 @@ def ways(kv_lens: list[int], heads: int, work: Work) -> Iterator[tuple[float, Fa
             time = cost[Cost.LAUNCH] + tokens * rate[busy] * cost[Cost.BESIDE]
             time += cost[Cost.CUT] + (longest // share + 2) * cost[Cost.PART]
             yield time + len(kv_lens) * heads / busy * cost[Cost.ITEM], family, 0
+
+
+@pytest.mark.parametrize("family", SHARERS, ids=lambda family: f"{family.name}{family.cluster}")
+@pytest.mark.parametrize(("heads", "requests"), [(1, 1), (1, 7), (8, 1), (3, 2)])
+def test_there_is_room_for_as_many_pieces_as_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, family: Family, heads: int, requests: int
+) -> None:
+    split = 256
+    monkeypatch.setattr(Sharing, "choose", lambda *_: (SHARERS.index(family), split))
+    pieces = CROWD * QUEUES[family] // heads // requests
+    work = work_of([pieces * split] * requests, heads)
+    assert work.family == family and len(work.items) == pieces * requests * heads
+    columns = [Item.REQUEST, Item.KV_HEAD, Item.KV_BEGIN]
+    found = {tuple(item) for item in work.items[:, columns].tolist()}
+    places = product(range(requests), range(heads), range(0, pieces * split, split))
+    assert found == set(places)
 
 
 @pytest.mark.parametrize(

@@ -295,10 +295,11 @@ def test_full_buffer_is_named_and_nothing_is_written(
     check(work, run(work, **{buffer: needed}))
 
 
-@pytest.mark.parametrize("split", [0, 1])
-def test_scratch_too_small_for_the_units_is_named(split: int) -> None:
+@pytest.mark.parametrize(("split", "rows"), [(0, 2), (1, 2), (1, 40)])
+def test_scratch_too_small_for_the_units_is_named(split: int, rows: int) -> None:
+    """Of units, or of the pieces alone that these are cut in."""
     work = replace(CUT, split=split)
-    made = run(work, scratch=sizes.scratch_words(2, 0, 0) + 8 * work.ctas)
+    made = run(work, scratch=sizes.scratch_words(rows, 0, 0) + 8 * work.ctas)
     assert verdict(made.header)[0] == Status.ITEMS_FULL
     assert all((whole == UNTOUCHED).all() for whole in made.wholes[:-1])
 

@@ -37,6 +37,8 @@ READ_BEYOND = 32
 """Bytes after a bitmap's last that may be read, as it is read by words, a block of keys at once."""
 ALONE = 72
 """CTAs that it takes to have all of a GPU's memory's speed, more or less."""
+CROWD = 2
+"""Pieces for each queue that are as many as there may be, where few units are shared out."""
 MERGE_TOKENS = 2**14
 """Tokens of a head that are read, at the memory's speed, while parts are merged."""
 

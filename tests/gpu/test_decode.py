@@ -16,9 +16,11 @@ from tests.cases import check, spec_of, variant
 from tests.machine import Machine
 from tests.test_semantics import assert_same_bits
 from tvm_attn._pairwise import Row
+from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.sharing import UNCUT, Sharing
 from tvm_attn.spec import AttentionSpec
+from tvm_attn.worklist import CROWD
 
 GROUPS = (*range(1, 17), 32, 64)
 PAGES = (1, 5, 16, 64, 128, None)
@@ -104,8 +106,12 @@ def test_every_way_to_share_out(
     if not found:
         pytest.skip(f"no {kind} CTAs in clusters of {size} here")
 
-    def choose(sharing: Sharing, *_: Any) -> tuple[int, int]:
-        return sharing.families.index(found[0]), split
+    def choose(sharing: Sharing, kv_len: Ints, queues: tuple[int, ...], *_: Any) -> tuple[int, int]:
+        chosen, size = sharing.families.index(found[0]), split
+        most = CROWD * queues[chosen] // spec.num_kv_heads
+        while size < UNCUT and sum(-(-kv_len // size)) > most:  # no plan has as many pieces
+            size *= 2
+        return chosen, size
 
     monkeypatch.setattr(Sharing, "choose", choose)
     for lens in ([4000], LENS["edges"], [300 + 37 * n for n in range(70)]):

@@ -376,7 +376,10 @@ def work_planner(
                 header[i] = 0
             items_room = T.meta_var(T.Select(plan.kind == NONE, room, items.shape[0]))
             merges_room = T.meta_var(T.min(merge_items.shape[0], merge_indptr.shape[0] - 1))
-            check_room(plan.items, items_room, int(Status.ITEMS_FULL), header)
+            items_needed = T.meta_var(
+                T.Select(plan.kind == NONE, T.max(plan.items, wide(room) + T.int64(1)), plan.items)
+            )
+            check_room(items_needed, items_room, int(Status.ITEMS_FULL), header)
             check_room(plan.slots, max_slots, int(Status.SLOTS_FULL), header)
             check_room(plan.merges, merges_room, int(Status.MERGES_FULL), header)
             if header[int(Header.STATUS)] == int(Status.OK):

@@ -27,11 +27,10 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
+from tvm_attn.worklist import CROWD
 
 SHORTEST = 4
 """Granules of the shortest piece of a CTA alone, and at least so many for the CTAs of a cluster."""
-CROWD = 2
-"""Pieces for each queue that are as many as there may be."""
 SHORTEST_STRETCH = 5
 """Granules of the shortest stretch of a line that is a CTA's."""
 FAR = 3.0e38

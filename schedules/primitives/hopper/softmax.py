@@ -1,10 +1,10 @@
 """Online softmax of a warpgroup, lazily: scores are relative to a reference that seldom moves.
 
-A row's reference is the largest score of its first block, or `headroom` above it. Later scores are
-taken relative to it; only where one has outgrown it by `slack` (a power of 2 that weights can hold)
-are exact maxima found, the reference moved and what was accumulated rescaled: the result is the
-same. That none has is one test of a warp. As signed integers, floats above 0 compare as they are,
-and none below 0 is above one of them.
+A row's reference is the largest score of its first block. Later scores are taken relative to it;
+only where one has outgrown it by `slack` (a power of 2 that weights can hold) are exact maxima
+found, the reference moved and what was accumulated rescaled: the result is the same. That none has
+is one test of a warp. As signed integers, floats above 0 compare as they are, and none below 0 is
+above one of them.
 
 The scores of a block are weighed in two parts: the first while the block before it is multiplied
 with its values, the second after that, while weights are packed. The test between the two keeps the
@@ -37,21 +37,9 @@ from tvm_attn.schedules.primitives.hopper.wgmma import hold
 from tvm_attn.schedules.primitives.scores import slack
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
-from tvm_attn.variant import Expr
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
-HEADROOM = {"bfloat16": 64.0, "float16": 0.0}
-"""How far (as a power of 2) a reference is above the largest score when it is taken: later scores
-then seldom outgrow it, and weights are numbers of bfloat16 as they would be around 1."""
-
-
-def headroom(cta: Cta) -> float:
-    """Return how far above the largest score a reference is taken.
-
-    Not where a hook makes logits: those are sums, whose rounding would grow with the distance.
-    """
-    return 0.0 if cta.hooks.variant.logits_transform is not None else HEADROOM[cta.dtype]
 
 
 def bits_of(value: float) -> int:
@@ -86,7 +74,7 @@ def open_rows(cta, group, factor):
     r = T.meta_var(cta.registers)
     find_tops(cta, 0, cta.key_tiles)
     for i in T.unroll(HALVES):
-        r.peak[i] = r.top[i] * factor + f32(headroom(cta))
+        r.peak[i] = r.top[i] * factor
         r.total[i] = f32(0.0)
     note_empty_rows(cta, group)
     for i in T.unroll(HALVES):
@@ -115,12 +103,6 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
     group.flags.set("outgrown", any_lane(tirx.Or(group.flags.has_empty, above)))
 
 
-def shrunk(value: Expr, by: Expr) -> Expr:
-    """Return a value times 2**-by: in two steps, for the factor alone may be no normal number."""
-    half = T.exp2(by * f32(-0.5))
-    return value * half * half
-
-
 @T.inline
 def move_references(cta, group, begin, end):
     """Move the references that scores of column tiles `begin` to `end` have outgrown.
@@ -134,15 +116,15 @@ def move_references(cta, group, begin, end):
         moves: T.let[T.bool] = T.Or(
             r.top[i] > f32(slack(cta)), T.And(is_empty, r.top[i] > f32(HIDDEN))
         )
-        by: T.let[T.float32] = T.Select(moves, r.top[i] + f32(headroom(cta)), f32(0.0))
-        shrinks: T.let[T.float32] = T.Select(is_empty, f32(math.inf), by)
-        before = T.meta_var(T.Select(group.flags.moved, r.shift[i], f32(0.0)))
-        r.shift[i] = before + shrinks
-        r.total[i] = shrunk(r.total[i], shrinks)
+        by: T.let[T.float32] = T.Select(moves, r.top[i], f32(0.0))
+        shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
+        before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
+        r.scale[i] = before * shrinks
+        r.total[i] = r.total[i] * shrinks
         for n in T.unroll(begin):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, n, i, e))
-                r.score[at] = shrunk(r.score[at], shrinks)
+                r.score[at] = r.score[at] * shrinks
         for n in T.unroll(end - begin):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
@@ -205,4 +187,4 @@ def rescale(cta):
         for i in T.unroll(HALVES):
             for e in T.unroll(2):
                 at = T.meta_var(cta.out(0, n, i, e))
-                r.out[at] = shrunk(r.out[at], r.shift[i])
+                r.out[at] = r.out[at] * r.scale[i]

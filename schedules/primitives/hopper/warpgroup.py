@@ -29,11 +29,9 @@ class WarpgroupRegisters:
 
     ``score`` are products, then scores relative to the reference, then weights; ``weight`` the same
     weights, packed as a left operand; ``query`` the queries as one. ``out`` is what accumulates.
-    Scores are relative to ``reference``: ``peak``, but 0 where that is -inf, in an empty row; else
-    it is the largest score when it was taken, or some way above it. ``total, top`` and ``shift``
-    belong to the softmax: ``shift`` is how far references have moved since ``out`` knew of it.
-    ``scale, best, closing`` and ``last`` are the factor of outputs, the LSE, the total and the peak
-    of rows that are being closed, while those of the next item are open.
+    Scores are relative to ``reference``: ``peak``, but 0 where that is -inf, in an empty row.
+    ``total, top, scale`` belong to the softmax. ``best, closing`` and ``last`` are the LSE, the
+    total and the peak of rows that are being closed, while those of the next item are open.
     """
 
     score: Any
@@ -46,7 +44,6 @@ class WarpgroupRegisters:
     total: Any
     top: Any
     bits: Any
-    shift: Any
     scale: Any
     best: Any
     closing: Any
@@ -56,7 +53,7 @@ class WarpgroupRegisters:
     def allocate(tile: HopperTile, spec: AttentionSpec) -> WarpgroupRegisters:
         """Allocate the registers of a lane."""
         scores, outs = (n // COLUMNS * ACCUMULATORS for n in (tile.block, spec.dim_vo))
-        rows = ("peak", "reference", "total", "top", "shift", "scale", "best", "closing", "last")
+        rows = ("peak", "reference", "total", "top", "scale", "best", "closing", "last")
         return WarpgroupRegisters(
             score=T.alloc_local((scores,), "float32"),
             weight=T.alloc_local((scores // 2,), "uint32"),
