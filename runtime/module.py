@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tvm_attn.errors import ArtifactError, SpecError, TargetError, VariantError
-from tvm_attn.runtime.artifact import Artifact, read_artifact
+from tvm_attn.runtime.artifact import Artifact
 from tvm_attn.runtime.cuda import CudaMachine
 from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.disassembly import cubin_of, disassemble
@@ -21,10 +20,11 @@ from tvm_attn.runtime.host import missing_flags
 from tvm_attn.runtime.inspector import Inspector, RowBytes
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.machine import CpuMachine, Machine
+from tvm_attn.runtime.params import param_from_json
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.planner import Planner, expect, positive
 from tvm_attn.runtime.workspace import PlanLimits, workspace_size
-from tvm_attn.spec import AttentionSpec, Param, is_count
+from tvm_attn.spec import AttentionSpec, is_count
 
 MULTIPROCESSORS = 132  # what plans are for without a GPU, where the artifact does not say
 
@@ -63,19 +63,17 @@ class AttentionModule:
         self.target: str = meta["target"]
         self.device: str = meta.get("device", "cpu")
         self.backend: str = meta.get("backend", "cpu")
-        self.params = tuple(param_from_json(p) for p in meta["params"])
-        families = (Family.from_json(fields) for fields in meta["families"])
-        self.families = tuple(family for alike in families for family in alike)
-        self._artifact = artifact
+        self.params = tuple(map(param_from_json, meta["params"]))
+        self.families = tuple(f for fields in meta["families"] for f in Family.from_json(fields))
+        self._artifact, self._given_ctas = artifact, num_ctas
         self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
         on_gpu = self.device == "cuda"
         self._machine: Machine
         if on_gpu:
             code, usual = libraries["attention"], meta.get("multiprocessors", MULTIPROCESSORS)
-            planner = (libraries.get("device_planner"), meta.get("device_rows", 0))
-            given = (num_ctas, self.target, usual, code, *planner)
-            self._machine = CudaMachine(spec, self.families, *given)
+            given = (usual, code, libraries.get("device_planner"), meta.get("device_rows", 0))
+            self._machine = CudaMachine(spec, self.families, num_ctas, self.target, *given)
         else:
             self._machine = CpuMachine(spec, self.families, num_ctas)
         host = libraries["planner"]
@@ -89,6 +87,15 @@ class AttentionModule:
         self._planner = Planner(spec, self.params, inspector, self.families, self._machine, on_gpu)
         kernels = {f.name: libraries["attention"][f"attention_{f.name}"] for f in self.families}
         self._executor = Executor(spec, self.params, meta["use_softmax"], kernels, on_gpu)
+
+    @staticmethod
+    def of(artifact: Artifact, num_ctas: int | None = None) -> AttentionModule:
+        """Return the kernel of an artifact; `num_ctas` is as for `with_ctas`."""
+        libraries = {
+            name: Library(content, list(artifact.devices.get(name, {}).values()))
+            for name, content in artifact.libraries.items()
+        }
+        return AttentionModule(artifact, libraries, num_ctas)
 
     def plan(
         self,
@@ -289,6 +296,16 @@ class AttentionModule:
         """Write the kernel to a file that `load` reads without TVM, or raise `ArtifactError`."""
         self._artifact.write(path)
 
+    def __deepcopy__(self, memo: object = None) -> AttentionModule:
+        """Return the kernel itself: there is nothing in it to change."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what `pickle` keeps: what `export` writes."""
+        return AttentionModule.of, (self._artifact, self._given_ctas)
+
     @property
     def tir(self) -> str:
         """The TensorIR definition, as TVMScript."""
@@ -336,7 +353,7 @@ class AttentionModule:
 
     def __str__(self) -> str:
         """Return what it is, in a few lines."""
-        tiles = ", ".join(map(_tile, self._distinct_families()))
+        tiles = ", ".join(family.tile for family in self._distinct_families())
         reason = self._artifact.meta.get("why")
         why = f" (not sm90: {reason})" if reason else ""
         return (
@@ -366,35 +383,3 @@ class AttentionModule:
         expect(name, plan, Plan)
         if getattr(plan, "owner", None) is not self:
             raise VariantError(f"{name} was planned by another kernel; plan with this one")
-
-
-def load(path: str | os.PathLike[str]) -> AttentionModule:
-    """Load an exported kernel: needs torch, tvm_ffi and TVM's runtime library, no compiler.
-
-    Raises
-    ------
-    ArtifactError
-        If the file is no artifact, or was built for another machine.
-    """
-    artifact = read_artifact(Path(path))
-    if "families" not in artifact.meta:
-        raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
-    missing = missing_flags(artifact.meta["cpu_flags"])
-    if missing:
-        raise ArtifactError(f"{path}, built for {artifact.meta['target']}, {missing}")
-    libraries = {
-        name: Library(content, list(artifact.devices.get(name, {}).values()))
-        for name, content in artifact.libraries.items()
-    }
-    return AttentionModule(artifact, libraries)
-
-
-def param_from_json(fields: dict[str, Any]) -> Param:
-    """Return a parameter from its JSON form."""
-    return Param(**{**fields, "shape": tuple(fields["shape"])})
-
-
-def _tile(family: Family) -> str:
-    """Return a query tile, and on a GPU what made its kernel, in words."""
-    by = "" if family.schedule == "cpu" else f" by {family.schedule}"
-    return f"{family.name} {family.rows}x{family.block}{by}"

@@ -25,6 +25,11 @@ UNBOUNDED = 2**30
 window of -1, and any larger count."""
 
 
+def param_from_json(fields: dict[str, Any]) -> Param:
+    """Return a parameter from its JSON form."""
+    return Param(**{**fields, "shape": tuple(fields["shape"])})
+
+
 def check_names(params: Sequence[Param], given: Mapping[str, Any], at: str) -> None:
     """Raise `VariantError` for a keyword that is no parameter of this kernel at this stage."""
     known = [p.name for p in params if p.at == at or (at == "run" and p.narrows)]

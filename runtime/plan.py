@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
+from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Block, Ints
 from tvm_attn.runtime.gantt import gantt_svg, gantt_text
 from tvm_attn.runtime.placement import Placement
@@ -24,7 +25,7 @@ class Family:
     Attributes
     ----------
     name : str
-        ``"decode"``, ``"draft"``, ``"short"`` or ``"long"``; the kernel's symbol is
+        ``"decode"``, ``"wide"``, ``"draft"``, ``"short"`` or ``"long"``; the kernel's symbol is
         ``attention_<name>``.
     rows, block : int
         Fused query rows of a tile, KV tokens of a block.
@@ -56,6 +57,12 @@ class Family:
     def stands_in(self) -> bool:
         """Whether it takes batches of another one: in clusters, or by a kernel for that."""
         return self.cluster > 1 or bool(self.replaces)
+
+    @property
+    def tile(self) -> str:
+        """Its query tile, and on a GPU what made its kernel, in words."""
+        by = "" if self.schedule == "cpu" else f" by {self.schedule}"
+        return f"{self.name} {self.rows}x{self.block}{by}"
 
     @property
     def sharers(self) -> int:
@@ -236,6 +243,10 @@ class Plan:
         """Become `other`, keeping this object's identity; `other` becomes what this was."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.__class__, other.__class__ = other.__class__, self.__class__
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `PlanError`: a plan is memory of a kernel and of a device."""
+        raise PlanError("a plan can be neither copied nor pickled; plan the batch again")
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""

@@ -24,7 +24,8 @@ _HOMES = {
     "tvm_attn.bsr": ("BSR",),
     "tvm_attn.target": ("parse_target",),
     "tvm_attn.pipeline": ("build", "build_many"),
-    "tvm_attn.runtime.module": ("AttentionModule", "load"),
+    "tvm_attn.runtime.loading": ("load",),
+    "tvm_attn.runtime.module": ("AttentionModule",),
     "tvm_attn.runtime.plan": ("Plan",),
     "tvm_attn.runtime.workspace": ("PlanLimits",),
     "tvm_attn.decode": (

@@ -1,0 +1,28 @@
+"""Exported kernels are loaded here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tvm_attn.errors import ArtifactError
+from tvm_attn.runtime.artifact import read_artifact
+from tvm_attn.runtime.host import missing_flags
+from tvm_attn.runtime.module import AttentionModule
+
+
+def load(path: str | os.PathLike[str]) -> AttentionModule:
+    """Load an exported kernel: needs torch, tvm_ffi and TVM's runtime library, no compiler.
+
+    Raises
+    ------
+    ArtifactError
+        If the file is no artifact, or was built for another machine.
+    """
+    artifact = read_artifact(Path(path))
+    if "families" not in artifact.meta:
+        raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
+    missing = missing_flags(artifact.meta["cpu_flags"])
+    if missing:
+        raise ArtifactError(f"{path}, built for {artifact.meta['target']}, {missing}")
+    return AttentionModule.of(artifact)
