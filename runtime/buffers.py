@@ -120,7 +120,8 @@ class Block:
         self.device_memory: Any = None
         self._scratch, self._scratch_words = self.packed_header, 0
         self._sent: Any = None
-        self._parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._target: torch.Tensor | None = None
+        self._copied: tuple[torch.Tensor, torch.Tensor] = (self.memory, self.memory)
         self._holders = sys.getrefcount(self._words)
 
     def scratch(self, words: int) -> Any:
@@ -140,9 +141,9 @@ class Block:
     def send(self, target: torch.Tensor, words: int) -> None:
         """Copy the first words to a device, and a few after them, on its current stream."""
         size = min(-(-words // GRAIN) * GRAIN, self.layout.size)
-        if (size, id(target)) not in self._parts:
-            self._parts = {(size, id(target)): (target[:size], self.memory[:size])}
-        there, here = self._parts[size, id(target)]
+        if target is not self._target or len(self._copied[0]) != size:
+            self._target, self._copied = target, (target[:size], self.memory[:size])
+        there, here = self._copied
         there.copy_(here, non_blocking=True)
         if target.is_cuda:
             if self._sent is None:

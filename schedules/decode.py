@@ -29,6 +29,7 @@ from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
     rank_in_cluster,
     shares_item,
+    size_of_cluster,
 )
 from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.schedules.primitives.held import HeldTask, derive_keys, factor_of
@@ -225,7 +226,8 @@ def attention(
         reciprocal = T.meta_var(held(T.uint32(0xFFFFFFFF) // T.Cast("uint32", pages)))
         runs = T.meta_var(run_bits(spec, tile, pages))
         who = T.meta_var((thread, warp, lane, shared, registers))
-        where = T.meta_var((pages, reciprocal, runs, size, rank, follows))
+        sharers = T.meta_var(size_of_cluster(tile, size))
+        where = T.meta_var((pages, reciprocal, runs, sharers, rank, follows))
         cta = T.meta_var(StreamingCta(spec, hooks, tile, given.scales, *who, *where))
         t: T.int32 = work.cta_indptr[c]
         end: T.let[T.int32] = work.cta_indptr[c + 1]
@@ -252,7 +254,7 @@ def attention(
             store_state(cta, task, given.outputs)
             if task.slot != NO_SLOT:
                 parts = T.meta_var(shared.verdict)
-                counter = T.meta_var(cut[0] * size + rank)
+                counter = T.meta_var(cut[0] * sharers + rank)
                 count_in(counter, arrivals, cut, parts, thread, T.cuda.cta_sync)
                 if parts[0] != NOBODY:
                     merge_unit(cta, task, given.outputs, parts[0], parts[1], t + 1 == end)

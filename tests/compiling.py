@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain, repeat
 from typing import Any
 
 from tvm_attn.codegen import cuda
@@ -23,7 +24,7 @@ Tile = CudaTile | HopperTile
 PRODUCT = re.compile(r"mma_sync_\w+\((.*)\);")
 """A multiplication of a warp: 4 sums, then 6 registers of operands, then the sums again."""
 SUMS, OPERANDS = 4, 6
-SLOWEST_LAST = ("short", "decode", "long")
+SLOWEST_LAST = ("short", "wide", "decode", "draft", "long")
 """Families of query tiles, by the time that a kernel takes to be compiled."""
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
 
@@ -156,16 +157,21 @@ def kernels(configuration: Configuration) -> list[Kernel]:
     return [Kernel(configuration, tiles) for tiles in (*chosen, *others)]
 
 
-def one_of_each(configurations: Iterable[Configuration]) -> list[Kernel]:
-    """Return one kernel of each configuration: every choice meets every family of query tiles.
+def cover(configurations: Sequence[Configuration]) -> list[Kernel]:
+    """Return a kernel or more of each configuration: every choice meets every family of tiles.
 
     What is left to choose then is the kernel that compiles fastest.
     """
-    missing = {choice for each in configurations for one in kernels(each) for choice in one.choices}
-    chosen = []
-    for configuration in configurations:
-        made = sorted(kernels(configuration), key=lambda one: SLOWEST_LAST.index(one.family))
-        chosen.append(max(made, key=lambda one: len(one.choices & missing)))
+    made = [
+        sorted(kernels(each), key=lambda one: SLOWEST_LAST.index(one.family))
+        for each in configurations
+    ]
+    every, chosen = list(chain.from_iterable(made)), []
+    missing = {choice for one in every for choice in one.choices}
+    for some in chain(made, repeat(every)):
+        if len(chosen) >= len(made) and not missing:
+            break
+        chosen.append(max(some, key=lambda one: len(one.choices & missing)))
         missing -= chosen[-1].choices
     return chosen
 

@@ -92,7 +92,7 @@ def test_show_tiles_of_a_gpu_and_why_they_are_chosen(run: Run) -> None:
     assert sum(line.endswith("chosen") for line in lines) == 3
     [card] = [line for line in lines if line.startswith("a CTA")]
     assert "101,376" in card and "65,536" in card
-    for reason in ("shorter blocks", "blocks under 32 keys", "too much shared memory"):
+    for reason in ("no block copied ahead", "blocks under 32 keys", "too much shared memory"):
         assert any(line.endswith(reason) for line in lines), reason
     families = ("decode family", "short family", "long family")
     assert sum(line.startswith(families) for line in lines) == len(families)

@@ -134,6 +134,18 @@ def test_what_is_sent_is_the_first_words(pool: Pool) -> None:
     assert torch.equal(target[:20], torch.arange(20))
 
 
+def test_it_is_sent_to_where_it_should_go_though_the_place_before_is_gone(pool: Pool) -> None:
+    """A target may be at the address of one that is no more: no view keeps that, in this mode."""
+    block = pool.take()
+    block.memory[:] = 1
+    with torch.inference_mode():
+        for _ in range(20):
+            target = torch.zeros(block.layout.size, dtype=torch.int32)
+            block.send(target, block.layout.size)
+            assert target.all()
+            del target
+
+
 # Sizes
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.compiling import FIND, compile_kernels, kernels, one_of_each
+from tests.compiling import FIND, compile_kernels, cover, kernels
 from tvm_attn._pairwise import uncovered_pairs
 from tvm_attn.shipped import OTHER_DIMS, TUNED_DIMS, Configuration, core, sample, shipped
 from tvm_attn.target import ARCHS, parse_target
@@ -35,9 +35,10 @@ def test_each_architecture_has_enough_of_the_sample(arch: str) -> None:
 
 
 def test_every_choice_meets_every_family_of_query_tiles() -> None:
-    """And each configuration of the sample has one kernel."""
-    chosen = one_of_each(sample())
-    assert [kernel.configuration for kernel in chosen] == list(sample())
+    """And each configuration of the sample has a kernel, few of them more."""
+    chosen = cover(sample())
+    assert {kernel.configuration for kernel in chosen} == set(sample())
+    assert len(chosen) <= 1.1 * len(sample())
     possible = [kernel for configuration in sample() for kernel in kernels(configuration)]
     met, to_meet = ({c for k in some for c in k.choices} for some in (chosen, possible))
     assert met == to_meet
@@ -56,12 +57,12 @@ def test_everything_shipped_is_named_once_and_can_be_asked_for() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_sample_compiles(arch: str, part: int) -> None:
-    """By nvcc and by NVRTC: one query tile of each configuration."""
+    """By nvcc and by NVRTC: a query tile of each configuration, or more."""
     found = {kind: find() for kind, find in FIND.items()}
     compilers = [compiler for compiler in found.values() if compiler]
     if not compilers:
         pytest.skip("there is neither nvcc nor NVRTC")
-    wanted = [kernel for kernel in one_of_each(sample()) if kernel.configuration.arch == arch]
+    wanted = [kernel for kernel in cover(sample()) if kernel.configuration.arch == arch]
     outcomes = compile_kernels(wanted[part::PARTS], compilers)
     assert len(outcomes) == len(wanted[part::PARTS]) * len(compilers)
     complaints = [outcome.complaint for outcome in outcomes if outcome.complaint]

@@ -23,7 +23,9 @@ from tvm_attn.variant import HOOKS, AttentionVariant
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 """Types whose values their text tells."""
-MODULES = frozenset("math operator functools typing tvm.tirx tvm_attn.spec".split())
+MODULES = frozenset(
+    "math operator functools typing tvm.tirx tvm_attn.spec tvm_attn.variant".split()
+)
 """Modules that give the same at any time, by the versions of Python, TVM and this library."""
 OWN_NAMES = {"_operator": "operator", "_functools": "functools"}
 """What modules call the parts of them that are not written in Python."""
@@ -94,7 +96,7 @@ class _Told:
             yield from (f"{self.text(key)}: {self.text(held)}" for key, held in value.items())
         elif kind in (AttentionSpec, Param):
             yield from (self.text(getattr(value, field.name)) for field in fields(value))
-        elif kind is FunctionType and not _is_of_tvm(value):
+        elif kind is FunctionType and not _is_of_library(value):
             yield from self._function(value)
         elif kind is functools.partial:
             yield from map(self.text, (value.func, value.args, value.keywords, vars(value)))
@@ -156,11 +158,16 @@ def _check_instructions(code: list[dis.Instruction]) -> None:
                 raise UntoldError(module)
 
 
-def _is_of_tvm(function: FunctionType) -> bool:
-    """Whether a function is one of TVM's that make expressions, by the name that it has there."""
+def _is_of_library(function: FunctionType) -> bool:
+    """Whether a function is one of a library that is always the same, by its name there."""
     module = sys.modules.get(function.__module__)
     is_there = getattr(module, function.__name__, None) is function
-    return is_there and f"{function.__module__}.".startswith(f"{TVM}.")
+    return is_there and _is_fixed(function.__module__)
+
+
+def _is_fixed(module: str) -> bool:
+    """Whether what a module holds is always the same."""
+    return module in MODULES or f"{module}.".startswith(f"{TVM}.")
 
 
 def _library_name(value: Any) -> str:
@@ -174,7 +181,7 @@ def _library_name(value: Any) -> str:
     if module == "builtins" and name in PURE and getattr(builtins, name) is value:
         return name
     module = OWN_NAMES.get(module, module)
-    if module not in MODULES and not f"{module}.".startswith(f"{TVM}."):
+    if not _is_fixed(module):
         raise UntoldError(value)
     return f"{module}.{name}"
 

@@ -212,7 +212,7 @@ def show(
     """Print what a kernel consists of, from its definition to its resources."""
     if what is Text.TILES:
         for table in tile_tables(spec, parse_variant(variant), target):
-            print(f"{table.title}:")
+            print(f"{table.title}:" if table.rows else table.title)
             _print_table(table.columns, table.rows)
         return
     kernel = _build(spec, variant, target)

@@ -31,6 +31,11 @@ def rank_in_cluster(tile: Any, size: Expr) -> Expr:
     return T.cta_id_in_cluster([size]) if tile.clusters else T.int32(0)
 
 
+def size_of_cluster(tile: Any, size: Expr) -> Expr:
+    """Return how many CTAs share an item: as many as the kernel is told, one where none do."""
+    return size if tile.clusters else T.int32(1)
+
+
 def shares_item(cta: Any) -> Expr:
     """Whether the CTA shares its items with others."""
     return cta.cluster > 1 if cta.tile.clusters else False
