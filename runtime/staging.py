@@ -85,7 +85,8 @@ class Room:
 
     def __init__(self, device: torch.device, layout: Layout):
         self.layout = layout
-        self.block = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        with torch.inference_mode(mode=False):  # else plans outside of that mode could not write it
+            self.block = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._views: dict[Any, torch.Tensor] = {}
 
     def of(self, name: Any) -> torch.Tensor:

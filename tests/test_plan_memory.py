@@ -234,6 +234,18 @@ def test_what_a_dead_plan_had_goes_to_the_next(batch: Batch) -> None:
     assert again.to_json() == other.to_json() == text
 
 
+@pytest.mark.parametrize("limits", [None, PlanLimits(8, 60, 8000)], ids=["free", "limits"])
+@pytest.mark.parametrize("first", [True, False])
+def test_plans_may_be_made_in_inference_mode_or_not(
+    batch: Batch, limits: PlanLimits | None, first: bool
+) -> None:
+    module, plan = for_gpu("full", SPEC), None
+    for number in range(6):
+        with torch.inference_mode(number % 2 == first):
+            plan = module.plan(batch.fmt, limits=limits, out=plan)
+            assert np.array_equal(plan.placed("kv_len")[:6], plan.lengths[1])
+
+
 def test_plans_at_the_same_time_have_partial_states_of_their_own(batch: Batch) -> None:
     module = for_gpu("full", SPEC)
 
