@@ -100,10 +100,6 @@ class Room:
         """Return the word at which an array begins."""
         return self.layout.begins[name]
 
-    def fill(self, host: torch.Tensor) -> None:
-        """Copy the first words here, on the current stream; they are to stay until that is done."""
-        self.block[: len(host)].copy_(host, non_blocking=True)
-
 
 def copy_there(values: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor on its device's current stream, without waiting; it may then change.
