@@ -251,7 +251,8 @@ def tiles_to_try(
 ) -> list[CudaTile]:
     """Return the best tile, and the same with fewer registers, should they spill.
 
-    First with fewer queries in them, then without clusters, whose CTAs keep what they share.
+    First with fewer queries in them, then without clusters, whose CTAs keep what they share, then
+    with fewer keys.
     """
     return _with_fewer_registers(candidates(spec, target, family)[0])
 
@@ -274,8 +275,9 @@ def _with_fewer_registers(best: Candidate) -> list[CudaTile]:
     tile = best.tile
     assert isinstance(tile, DecodeTile)
     tiles = [tile, replace(tile, holds_queries=False)] if tile.holds_queries else [tile]
-    alone = [replace(tiles[-1], clusters=())] if tile.clusters else []
-    return [*tiles, *alone]
+    tiles += [replace(tiles[-1], clusters=())] if tile.clusters else []
+    shorter = [replace(tiles[-1], block=ROWS)] if tile.block > ROWS else []
+    return [*tiles, *shorter]
 
 
 def refuses(spec: AttentionSpec, makes: tuple[bool, bool], family: Kind = "decode") -> str:

@@ -186,6 +186,12 @@ def test_clusters_are_there_where_they_can_have_eight_ctas(arch: str) -> None:
     assert (wider.rows, wider.clusters) == (32, tile.clusters)
 
 
+def test_blocks_have_fewer_keys_if_registers_spill_still() -> None:
+    first, *_, last = tiles_to_try(spec(kv_dtype=FP8_DTYPES[0]), HOPPER, "draft", PLAIN)
+    assert isinstance(last, DecodeTile) and not last.clusters and not last.holds_queries
+    assert (first.block, last.block) == (32, 16)
+
+
 def test_a_card_without_room_has_no_decode_family() -> None:
     small = replace(ARCHS["sm_80"], shared_memory_per_block=16384, shared_memory_per_sm=17408)
     target = BuildTarget("cuda", small)
