@@ -56,13 +56,14 @@ class PlanLimits:
 
         The last entries of the row pointers are trusted here; the planner checks the arrays.
         """
-        qo_tokens, pages = int(bsr.qo_indptr.numpy()[-1]), int(bsr.kv_indptr.numpy()[-1])
+        qo_tokens = int(bsr.qo_indptr.numpy()[-1])
+        kv_tokens = int(bsr.kv_indptr.numpy()[-1]) * (bsr.page_size or 1)
         if bsr.batch_size > self.max_batch:
             raise LimitError(self.excess("max_batch", bsr.batch_size))
         if qo_tokens > self.max_qo_tokens:
             raise LimitError(self.excess("max_qo_tokens", qo_tokens))
-        if pages * (bsr.page_size or 1) > self.max_kv_tokens:
-            raise LimitError(self.excess("max_kv_tokens", pages * (bsr.page_size or 1)))
+        if kv_tokens > self.max_kv_tokens:
+            raise LimitError(self.excess("max_kv_tokens", kv_tokens))
 
     def excess(self, name: str, given: int) -> str:
         """Say that a batch needs more of something."""

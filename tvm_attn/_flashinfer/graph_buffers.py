@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tvm_attn._flashinfer.arguments import check_buffer
+from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
 from tvm_attn.errors import LimitError, ShapeError
 from tvm_attn.runtime.plan import BATCH, Plan
 from tvm_attn.runtime.staging import copy_there
@@ -97,11 +97,11 @@ class GraphBuffers:
     def store(self, plan: Plan, page_size: int) -> None:
         """Copy a plan's arrays in, waiting for nothing; what a buffer holds past them stays."""
         given = dict(zip(BATCH, plan.batch, strict=True))
-        last = (given["kv_len"] - 1) % page_size + 1
+        last = last_page_len(torch.from_numpy(given["kv_len"]), page_size)
         mask = plan.params.get("custom_mask", ())
         for name, values in (
             *((name, plan.placed(name)) for name in ("qo_indptr", "kv_indptr", "kv_indices")),
-            ("last_page_len", torch.from_numpy(last)),
+            ("last_page_len", last),
             *zip(("custom_mask", "mask_indptr"), mask, strict=False),
         ):
             buffer, count = getattr(self, name), len(given.get(name, values))
