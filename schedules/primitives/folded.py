@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -151,7 +151,7 @@ class Fold:
         """Return what does not depend on the product in scores, minus what `less` has."""
         if self.biases is None:
             return [self.constant(at, kv0, less[at.i]) for at in some]
-        last = [b.slope * b.distance + (b.rest - x) for b, x in zip(self.biases, less, strict=True)]
+        last = [b.minus(x).last for b, x in zip(self.biases, less, strict=True)]
         before = (at.n * COLUMNS + at.e - last_offset(self.cta) for at in some)
         biases = ((self.biases[at.i], last[at.i]) for at in some)
         return hold(
@@ -176,18 +176,27 @@ class Fold:
         """
         if self.steepest is None:
             return has_empty
-        largest = T.alloc_local((1,), "float32")
-        T.buffer_store(largest, largest_product(self.cta, some), [0])
-        size = largest[0]
+        size = self.largest_product(some)
         excess = size * self.steepest - f32(NEAR_ZERO)
         if is_bounded(self.cta.hooks):
-            factor = size * size if self.power == 2 else size
-            for series, reference in zip(self.series, references, strict=True):
-                bound = tirx.abs(series[0])
-                for coefficient in series[1:]:
-                    bound = factor * bound + tirx.abs(coefficient)
-                excess = tirx.max(excess, size * bound - (reference + f32(slack)))
+            for bound, reference in zip(self.bounds(size), references, strict=True):
+                excess = tirx.max(excess, bound - (reference + f32(slack)))
         return tirx.Or(has_empty, excess > f32(0.0))
+
+    def largest_product(self, some: Sequence[Element]) -> Expr:
+        """Find the largest magnitude of some of the lane's products."""
+        return hold([largest_product(self.cta, some)])[0]
+
+    def bounds(self, size: Expr) -> list[Expr]:
+        """How much of a score, at most, products of up to a `size` make, in each row."""
+        factor = size * size if self.power == 2 else size
+        bounds = []
+        for series in self.series:
+            bound = tirx.abs(series[0])
+            for coefficient in series[1:]:
+                bound = factor * bound + tirx.abs(coefficient)
+            bounds.append(size * bound)
+        return bounds
 
 
 def hold(values: Sequence[Expr]) -> list[Expr]:
@@ -225,6 +234,23 @@ class Bias:
     step: int
     slope: Expr
     rest: Expr
+
+    @property
+    def last(self) -> Expr:
+        """That of the lane's last key."""
+        return self.slope * self.distance + self.rest
+
+    def minus(self, reference: Expr) -> Bias:
+        """Return the bias minus a reference."""
+        return replace(self, rest=self.rest - reference)
+
+    def settled(self, last: Expr) -> Bias:
+        """Return the same bias, that of the last key being known."""
+        return replace(self, distance=f32(0.0), rest=last)
+
+    def largest(self, offset: int) -> Expr:
+        """Return the larger one of the last key's bias, and of that `offset` keys before it."""
+        return self.last + tirx.max(f32(0.0), self.slope * f32(-self.step * offset))
 
 
 def linear_biases(cta: Cta, rows: LaneRows, last: Expr) -> list[Bias] | None:

@@ -7,7 +7,10 @@ scores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -19,15 +22,17 @@ from tvm_attn.schedules.primitives.folded import (
     is_bounded,
     is_folded,
     largest_of_three,
+    last_offset,
     register,
 )
-from tvm_attn.schedules.primitives.fragments import any_lane
+from tvm_attn.schedules.primitives.fragments import any_lane, over_row
 from tvm_attn.schedules.primitives.scores import (
     Weigh,
     logits,
     mask,
     may_hide,
     move_references,
+    rescale_row,
     set_limits,
     slack,
     softmax,
@@ -39,6 +44,10 @@ from tvm_attn.variant import Expr
 
 AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
+CLOSE = 8.0
+"""How far from the largest score a reference may be taken: weights are still normal in float16."""
+LOW = -16.0
+"""A reference that a score near 0 is close enough to."""
 
 
 def references(cta: Cta) -> list[Expr]:
@@ -46,23 +55,73 @@ def references(cta: Cta) -> list[Expr]:
     return [cta.registers.reference[i] for i in range(cta.rows)]
 
 
-def has_empty(cta: Cta) -> Expr:
-    """Whether one of the lane's rows has seen no key."""
-    lowest = f32(cta.hooks.accumulation.lowest)
-    return reduce(tirx.Or, [reference == lowest for reference in references(cta)])
+def is_foretold(cta: Cta, fold: Fold) -> bool:
+    """Whether the largest product, and biases, tell how large scores may be."""
+    return is_bounded(cta.hooks) or fold.biases is not None
+
+
+def has_below(cta: Cta, low: float) -> Expr:
+    """Whether one of the lane's rows has a reference of at most `low`."""
+    return reduce(tirx.Or, [reference <= f32(low) for reference in references(cta)])
 
 
 def leaves_reach(cta: Cta, fold: Fold) -> Expr:
-    """Whether a product of the block is beyond what a fold is good for."""
+    """Whether a product of the lane is beyond what a fold is good for.
+
+    That is also in rows that have seen no key, and in those with references so low that scores
+    relative to them would lose digits, if nothing foretells how large scores are.
+    """
     some = elements(cta, 0, cta.key_tiles)
-    return any_lane(fold.reaches(some, references(cta), slack(cta), has_empty(cta)))
+    lowest = cta.hooks.accumulation.lowest if is_foretold(cta, fold) else LOW
+    return fold.reaches(some, references(cta), slack(cta), has_below(cta, lowest))
 
 
-def fold_scores(cta: Cta, fold: Fold, kv0: Expr) -> None:
-    """Turn products into scores minus the references, by the hook."""
+def note_last(cta: Cta, fold: Fold, last: Any) -> None:
+    """Note the biases of the lane's last key minus the references."""
+    assert fold.biases is not None
+    for i, (bias, reference) in enumerate(zip(fold.biases, references(cta), strict=True)):
+        T.buffer_store(last, bias.minus(reference).last, [i])
+
+
+def settled(fold: Fold, last: Any) -> Fold:
+    """Return a hook whose biases are relative to the references, noted ones."""
+    assert fold.biases is not None
+    return replace(fold, biases=[b.settled(last[i]) for i, b in enumerate(fold.biases)])
+
+
+def note_largest(cta: Cta, fold: Fold) -> None:
+    """Note the largest biases of the lane's rows."""
+    assert fold.biases is not None
+    for i, bias in enumerate(fold.biases):
+        T.buffer_store(cta.registers.best, bias.largest(last_offset(cta)), [i])
+
+
+def may_outgrow(cta: Cta, relative: Fold, bounds: Sequence[Expr]) -> Expr:
+    """Whether linear biases may take a score of the lane too far above its reference."""
+    assert relative.biases is not None
+    largest = (bias.largest(last_offset(cta)) for bias in relative.biases)
+    sizes = [bound + bias for bound, bias in zip(bounds, largest, strict=True)]
+    return reduce(tirx.max, sizes) > f32(slack(cta))
+
+
+@T.inline
+def raise_references(cta):
+    """Raise references to the noted biases: products are small, and scores nearly as large."""
+    r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
+    for i in T.unroll(cta.rows):
+        r.best[i] = T.max(r.best[i], over_row(r.best[i], 1))
+        r.best[i] = T.max(r.best[i], over_row(r.best[i], 2))
+        r.best[i] = T.max(r.best[i], r.reference[i])
+        r.scale[i] = state.rescale(r.reference[i], r.best[i])
+        r.reference[i] = r.best[i]
+        rescale_row(cta, i)
+
+
+def fold_scores(cta: Cta, fold: Fold, kv0: Expr, less: Sequence[Expr]) -> None:
+    """Turn products into scores minus what `less` has for each row, by the hook."""
     some = elements(cta, 0, cta.key_tiles)
     for first in range(0, len(some), AT_ONCE):
-        fold.score(some[first : first + AT_ONCE], kv0, references(cta))
+        fold.score(some[first : first + AT_ONCE], kv0, less)
 
 
 def scale_scores(cta: Cta, factor: Expr) -> None:
@@ -105,20 +164,43 @@ def follow(cta, factor):
 
 
 @T.inline
+def foresee(cta, fold, last, is_far):
+    """Raise the references that biases take scores beyond, or note that it takes exact maxima."""
+    bounds = T.meta_var(fold.bounds(fold.largest_product(elements(cta, 0, cta.key_tiles))))
+    is_empty = T.meta_var(has_below(cta, cta.hooks.accumulation.lowest))
+    note_last(cta, fold, last)
+    if any_lane(may_outgrow(cta, settled(fold, last), bounds)):
+        if any_lane(T.Or(is_empty, reduce(T.max, bounds) > f32(CLOSE))):
+            is_far[0] = 1
+        else:
+            note_largest(cta, fold)
+            raise_references(cta)
+            note_last(cta, fold, last)
+
+
+@T.inline
 def relate(cta, task, factor, kv0):
     """Turn the products of a block into scores minus the references, which move if outgrown."""
     fold = T.meta_var(Fold.prepare(cta, at_hand(cta, task), kv0))
-    is_far: T.bool = may_hide(cta, task, kv0) != 0
-    if T.Not(is_far):
-        is_far = leaves_reach(cta, fold)
-    if is_far:
+    last = T.alloc_local((cta.rows,), "float32")
+    is_far = T.alloc_local((1,), "int32")
+    is_far[0] = may_hide(cta, task, kv0)
+    if fold.biases is None or fold.steepest is not None:
+        if is_far[0] == 0:
+            is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    if fold.biases is not None:
+        if is_far[0] == 0:
+            foresee(cta, fold, last, is_far)
+    if is_far[0] != 0:
         logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
         set_limits(cta, factor)  # rather than keep them
         softmax(cta, factor)
         scale_scores(cta, factor)
+    elif fold.biases is not None:
+        fold_scores(cta, settled(fold, last), kv0, [f32(0.0)] * cta.rows)
     else:
-        fold_scores(cta, fold, kv0)
+        fold_scores(cta, fold, kv0, references(cta))
         if not is_bounded(cta.hooks):
             follow(cta, factor)
 

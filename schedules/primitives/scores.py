@@ -243,6 +243,17 @@ def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
 
 
 @T.inline
+def rescale_row(cta, i):
+    """Carry what row `i` has accumulated over to a reference that has moved."""
+    r = T.meta_var(cta.registers)
+    r.total[i] = r.total[i] * r.scale[i]
+    for n in T.unroll(cta.value_tiles):
+        for e in T.unroll(2):
+            at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
+            r.out[at] = r.out[at] * r.scale[i]
+
+
+@T.inline
 def move_references(cta, score_of, factor):
     """Move the references to the largest scores, ``score_of(i, x)`` of what is there for row `i`.
 
@@ -261,11 +272,7 @@ def move_references(cta, score_of, factor):
         r.scale[i] = state.rescale(r.reference[i], r.best[i])
         r.reference[i] = r.best[i]
         r.limit[i] = limit(cta, r.reference[i], factor)
-        r.total[i] = r.total[i] * r.scale[i]
-        for n in T.unroll(cta.value_tiles):
-            for e in T.unroll(2):
-                at = T.meta_var(cta.out(i // HALVES, n, i % HALVES, e))
-                r.out[at] = r.out[at] * r.scale[i]
+        rescale_row(cta, i)
 
 
 @T.inline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.gpu.device import ANY_GPU
 from tests.machine import Machine
 from tvm_attn import variants
 from tvm_attn._twins import Logits, Mask, MaskFn
+from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.variant import AttentionVariant, Expr
 
@@ -21,6 +23,8 @@ import tvm_attn as ta  # isort: skip
 
 BUCKETS = 32
 SHARPNESS = 0.125
+PENALTY = 1e4
+MIDDLE = (200, 300)
 
 
 def prefix_lm() -> AttentionVariant:
@@ -62,6 +66,22 @@ def confident() -> AttentionVariant:
     )
 
 
+def penalty(is_folded: bool) -> AttentionVariant:
+    """Push all keys but those in the middle far down, without hiding them."""
+
+    def push(ctx: Any, s: Expr) -> Expr:
+        from tvm import tirx
+
+        is_far = tirx.Or(ctx.kv_pos < MIDDLE[0], ctx.kv_pos >= MIDDLE[1])
+        if is_folded:
+            return s + tirx.Select(
+                is_far, tirx.const(-PENALTY, "float32"), tirx.const(0.0, "float32")
+            )
+        return tirx.Select(is_far, s - tirx.const(PENALTY, "float32"), s)
+
+    return AttentionVariant(logits_transform=push, name="penalty")
+
+
 SPECS = {
     "paged": ANY_GPU.spec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=96, q_dtype="bfloat16"),
     "ragged": ANY_GPU.spec(page_size=None, kv_layout="HND", kv_dtype="float8_e4m3fn"),
@@ -76,6 +96,18 @@ ALL_AT_ONCE = (
     & confident()
 )
 KERNELS = [(spec, variant) for spec in SPECS.values() for variant in (VARIANT, ALL_AT_ONCE)]
+PENALISED = ANY_GPU.spec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=128, q_dtype="bfloat16")
+SCHEDULES = (None, "sm80")
+
+
+def build_penalty(is_folded: bool, schedule: str | None, target: str) -> AttentionModule:
+    """Build one of its kernels."""
+    return ta.build(PENALISED, penalty(is_folded), target, schedule=schedule)
+
+
+BUILDS = [
+    partial(build_penalty, fold, schedule) for fold in (True, False) for schedule in SCHEDULES
+]
 LENS = ([1, 7, 0, 40, 3, 2], [2000, 30, 5, 90, 0, 300])
 PREFIXES = (0, 11, 3, 50, 7, 301)
 
@@ -150,3 +182,23 @@ def test_everything_ready_made_at_once(machine: Machine, spec: AttentionSpec) ->
             "sink": sink,
         },
     )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("is_folded", [True, False])
+def test_scores_keep_their_digits_beside_far_lower_ones(
+    machine: Machine, is_folded: bool, schedule: str | None
+) -> None:
+    batch = machine.batch(PENALISED, [400, 1, 20], [700, 900, 500])
+    module = build_penalty(is_folded, schedule, str(machine.target))
+    plan = module.plan(batch.fmt)
+
+    def push(
+        s: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor, head: torch.Tensor
+    ) -> torch.Tensor:
+        is_far = (kv_pos < MIDDLE[0]) | (kv_pos >= MIDDLE[1])
+        return torch.where(is_far, s - PENALTY, s)
+
+    got = module.run(plan, batch.q, batch.kv, return_lse=True)
+    exact, eager = (f(logits=Logits((push,))) for f in (batch.exact, batch.eager))
+    assert_states_accurate(got, exact, eager, batch.fmt)
