@@ -12,8 +12,9 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, NoReturn, TypeVar
 
 from tvm_attn import env
@@ -49,7 +50,7 @@ class Child(Generic[Result]):
 
     def __init__(self, name: str, work: Callable[[Progress], Result]):
         self._name = name
-        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        self.receiver, sender = multiprocessing.Pipe(duplex=False)
         parent = os.getpid()
         with warnings.catch_warnings():
             # Threads that a fork loses: the work needs none, nor what they might hold locked.
@@ -76,21 +77,27 @@ class Child(Generic[Result]):
             If the process dies or takes too long.
         """
         deadline = time.monotonic() + patience
-        while self._receiver.poll(max(0.0, deadline - time.monotonic())):
-            try:
-                kind, content = self._receiver.recv()
-            except EOFError:
-                raise CompileError(
-                    f"the process that makes {self._name} died ({self._status()}); build with "
-                    f"{env.DUMP.name}=DIR to see how far it came"
-                ) from None
-            if kind == "result":
-                return content  # type: ignore[no-any-return]
-            if kind == "error":
-                error, trace = content
-                raise error from ChildTraceback(trace)
-            progress(content)
-        raise CompileError(f"{self._name} was not made within {patience:.0f} s; build it again")
+        while self.receiver.poll(max(0.0, deadline - time.monotonic())):
+            for result in self.receive(progress):
+                return result
+        raise _too_late(self._name, patience)
+
+    def receive(self, progress: Progress) -> list[Result]:
+        """Take what the child says next: report it, raise it, or return the result in a list."""
+        try:
+            kind, content = self.receiver.recv()
+        except EOFError:
+            raise CompileError(
+                f"the process that makes {self._name} died ({self._status()}); build with "
+                f"{env.DUMP.name}=DIR to see how far it came"
+            ) from None
+        if kind == "error":
+            error, trace = content
+            raise error from ChildTraceback(trace)
+        if kind == "result":
+            return [content]
+        progress(content)
+        return []
 
     def __enter__(self) -> Child[Result]:
         """Return it."""
@@ -102,7 +109,7 @@ class Child(Generic[Result]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             self._status()
-        self._receiver.close()
+        self.receiver.close()
 
     def _status(self) -> str:
         pid, self._pid = self._pid, 0
@@ -120,18 +127,48 @@ class ChildTraceback(Exception):
 def in_children(
     works: Mapping[str, Callable[[Progress], Result]], progress: Progress
 ) -> dict[str, Result]:
-    """Do several pieces of work side by side and return their results.
+    """Do pieces of work side by side, as many at a time as there are cores, and return results.
 
     Parameters
     ----------
     works : mapping of str to callable
-        As in `Child`, by name.
+        As in `Child`, by name. They are begun in this order: the longest should be the first.
     progress : callable
         Called with what they report.
     """
+    left, done = deque(works.items()), {}
+    running: dict[Connection, tuple[str, Child[Result]]] = {}
     with contextlib.ExitStack() as stack:
-        children = {n: stack.enter_context(Child(n, work)) for n, work in works.items()}
-        return {name: child.result(progress) for name, child in children.items()}
+        while left or running:
+            while left and len(running) < len(os.sched_getaffinity(0)):
+                name, work = left.popleft()
+                child = stack.enter_context(Child(name, work))
+                running[child.receiver] = name, child
+            ready = wait(list(running), PATIENCE)
+            if not ready:
+                raise _too_late(", ".join(name for name, _ in running.values()), PATIENCE)
+            for receiver in ready:
+                assert isinstance(receiver, Connection)
+                name, child = running[receiver]
+                for result in child.receive(progress):
+                    done[name] = result
+                    del running[receiver]
+    return {name: done[name] for name in works}
+
+
+@contextlib.contextmanager
+def meanwhile(works: Mapping[str, Callable[[Progress], object]], patience: float) -> Iterator[None]:
+    """Do pieces of work in children beside what is done here; what fails there is let be."""
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(name, work)) for name, work in works.items()]
+        yield
+        for child in children:
+            with contextlib.suppress(Exception):
+                child.result(patience=patience)
+
+
+def _too_late(name: str, patience: float) -> CompileError:
+    return CompileError(f"{name} was not made within {patience:.0f} s; build it again")
 
 
 def _end_with(parent: int) -> None:

@@ -173,6 +173,7 @@ def generate(functions: Mapping[str, Any], target: BuildTarget, dialect: str) ->
         If TVM refuses.
     """
     tvm = _compat.import_tvm()
+    from tvm_attn.codegen.checks import check_what_is_given
     from tvm_attn.codegen.device_math import precise_math
 
     named = {name: f.with_attr("global_symbol", name) for name, f in functions.items()}
@@ -185,7 +186,7 @@ def generate(functions: Mapping[str, Any], target: BuildTarget, dialect: str) ->
     except Exception as error:
         names = ", ".join(functions)
         raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error
-    return Generated(host, unpack(packed), launches)
+    return Generated(check_what_is_given(host), unpack(packed), launches)
 
 
 def compile_source(compiler: CudaCompiler, name: str, source: str, arch: Arch) -> Compiled:

@@ -58,7 +58,10 @@ def cpu_kernels(
 
 
 def cuda_kernels(
-    ways: Mapping[str, Sequence[Way]], target: BuildTarget, phases: Phases
+    ways: Mapping[str, Sequence[Way]],
+    target: BuildTarget,
+    phases: Phases,
+    beside: Mapping[str, Callable[[Progress], Any]],
 ) -> tuple[Kernels, dict[str, int]]:
     """Make kernels for a GPU in tirx, each in a process of its own.
 
@@ -66,11 +69,13 @@ def cuda_kernels(
     ----------
     ways : mapping of str to sequence of Way
         How each kernel can be made, the best way first; the others are tried in turn until no
-        register spills.
+        register spills. The last kernel should be the one that takes longest.
     target : BuildTarget
         The GPU.
     phases : Phases
         Records what is made.
+    beside : mapping of str to callable
+        Other work to do in processes while the last kernels are compiled, as in `Child`, by name.
 
     Returns
     -------
@@ -90,7 +95,11 @@ def cuda_kernels(
                 break
         return min(made, key=lambda one: Resources(**one[0].resources[name]).spilled_bytes)
 
-    made = in_children({name: partial(make, name) for name in ways}, phases.report)
+    longest_first: dict[str, Callable[[Progress], Any]] = {
+        name: partial(make, name) for name in reversed(list(ways))
+    }
+    results = in_children({**longest_first, **beside}, phases.report)
+    made = {name: results[name] for name in ways}
     codes = {name: code for name, (code, _, _) in made.items()}
     resources = {name: code.resources[name] for name, code in codes.items()}
     warn_of_spills(resources)

@@ -20,6 +20,7 @@ from tvm_attn.runtime.device import CPU, current_index, current_stream, on_devic
 from tvm_attn.runtime.device_memory import IdleStates, KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
+from tvm_attn.runtime.later import Later
 from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.params import NO_LENGTHS, plan_values
@@ -47,7 +48,7 @@ class CudaMachine:
         What to plan for where there is no GPU.
     library : Library
         Launches the kernels.
-    planner : Library, optional
+    planner : Library or Later, optional
         Launches the device's planner.
     rows : int
         Units, and pieces of them, that it has room for.
@@ -61,7 +62,7 @@ class CudaMachine:
         target: str,
         multiprocessors: int,
         library: Library,
-        planner: Library | None = None,
+        planner: Library | Later | None = None,
         rows: int = 0,
     ):
         self._planner = planner

@@ -18,6 +18,7 @@ from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.host import missing_flags
 from tvm_attn.runtime.inspector import Inspector, RowBytes
+from tvm_attn.runtime.later import Later
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.machine import CpuMachine, Machine
 from tvm_attn.runtime.params import param_from_json
@@ -56,6 +57,7 @@ class AttentionModule:
         artifact: Artifact,
         libraries: Mapping[str, Library],
         num_ctas: int | None = None,
+        later: Later | None = None,
     ):
         meta = artifact.meta
         self.spec = spec = AttentionSpec(**meta["spec"])
@@ -65,14 +67,15 @@ class AttentionModule:
         self.backend: str = meta.get("backend", "cpu")
         self.params = tuple(map(param_from_json, meta["params"]))
         self.families = tuple(f for fields in meta["families"] for f in Family.from_json(fields))
-        self._artifact, self._given_ctas = artifact, num_ctas
+        self._artifact, self._given_ctas, self._later = artifact, num_ctas, later
         self._missing = missing_flags(meta["cpu_flags"])
         self._libraries = libraries
         on_gpu = self.device == "cuda"
         self._machine: Machine
         if on_gpu:
             code, usual = libraries["attention"], meta.get("multiprocessors", MULTIPROCESSORS)
-            given = (usual, code, libraries.get("device_planner"), meta.get("device_rows", 0))
+            planner = later or libraries.get("device_planner")
+            given = (usual, code, planner, meta.get("device_rows", 0))
             self._machine = CudaMachine(spec, self.families, num_ctas, self.target, *given)
         else:
             self._machine = CpuMachine(spec, self.families, num_ctas)
@@ -123,7 +126,8 @@ class AttentionModule:
         A plan with `limits` whose arrays are all on a GPU is made there, in one launch that a CUDA
         graph can capture with the runs that follow: the same plan, but that `run` then takes
         queries of ``max_qo_tokens`` rows. What is wrong with the arrays is raised by `Plan.check`,
-        and until then every row is an empty state. Plan once before a capture. Not planned there,
+        and until then every row is an empty state. Plan once before a capture: the planner for the
+        GPU is compiled then, unless it is cached or the kernel was exported. Not planned there,
         but refused: plan-time arrays such as a custom mask, and limits that need the kernel for
         requests of many query tokens, unless `max_qo_len` says that it does not. Without `limits`,
         arrays on a GPU are copied to the host, which waits for that GPU.
@@ -281,7 +285,7 @@ class AttentionModule:
         """
         if not is_count(num_ctas, 1):
             raise SpecError(f"num_ctas={num_ctas!r} must be an integer of at least 1")
-        return AttentionModule(self._artifact, self._libraries, int(num_ctas))
+        return AttentionModule(self._artifact, self._libraries, int(num_ctas), self._later)
 
     def workspace_size(
         self, limits: PlanLimits, *, fixed_split_size: int | None = None
@@ -293,8 +297,11 @@ class AttentionModule:
         return workspace_size(self.spec, self.families, limits, num_ctas, split)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the kernel to a file that `load` reads without TVM, or raise `ArtifactError`."""
-        self._artifact.write(path)
+        """Write the kernel to a file that `load` reads without TVM, or raise `ArtifactError`.
+
+        The planner for a GPU is in it, and compiled now if it was not needed before.
+        """
+        self._whole.write(path)
 
     def __deepcopy__(self, memo: object = None) -> AttentionModule:
         """Return the kernel itself: there is nothing in it to change."""
@@ -304,7 +311,12 @@ class AttentionModule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what `pickle` keeps: what `export` writes."""
-        return AttentionModule.of, (self._artifact, self._given_ctas)
+        return AttentionModule.of, (self._whole, self._given_ctas)
+
+    @property
+    def _whole(self) -> Artifact:
+        """The artifact with the part that is compiled when it is needed."""
+        return self._later.complete(self._artifact) if self._later else self._artifact
 
     @property
     def tir(self) -> str:

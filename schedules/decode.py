@@ -65,7 +65,7 @@ from tvm_attn.schedules.primitives.task import (
 from tvm_attn.schedules.tiles_decode import DecodeTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
-from tvm_attn.tir.arguments import bind
+from tvm_attn.tir.arguments import GIVEN, bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.worklist import NO_SLOT
@@ -265,5 +265,5 @@ def attention(
         wait_for_copies()
         end_after_previous(cta)
 
-    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name, given=GIVEN)
     return overlapping(function, in_clusters=bool(tile.clusters)) if tile.overlaps else function

@@ -48,7 +48,7 @@ from tvm_attn.schedules.primitives.task import (
 from tvm_attn.schedules.tiles_cuda import CudaTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
-from tvm_attn.tir.arguments import bind
+from tvm_attn.tir.arguments import GIVEN, bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.worklist import NO_SLOT
@@ -301,4 +301,4 @@ def attention(
             t = t + 1
         wait_for_copies()
 
-    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    return close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name, given=GIVEN)

@@ -71,7 +71,7 @@ from tvm_attn.schedules.primitives.task import Task, divide_by_page_size
 from tvm_attn.schedules.tiles_sm90 import WARPGROUP_THREADS, HopperTile, comes_in_boxes
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess
-from tvm_attn.tir.arguments import Arguments, bind
+from tvm_attn.tir.arguments import GIVEN, Arguments, bind
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.signature import close_over, ints, strided_rows
 from tvm_attn.worklist import NO_SLOT
@@ -363,5 +363,5 @@ def attention(
                 group = T.meta_var(Warpgroup.begin(role - 1, tile, shared))
                 attend(cta, group, given, arrivals, t0, end)
 
-    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    function = close_over(kernel, hooks.parameters(), before=NUM_OUTPUTS, name=name, given=GIVEN)
     return overlapping(function, in_clusters=False) if tile.waits else function

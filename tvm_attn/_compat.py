@@ -134,6 +134,16 @@ def lower_cuda(module: Any, target: Any, dialect: str) -> tuple[Any, Any, dict[s
         return finalize_host()(host), finalize_device()(device), _launches(host)
 
 
+def lower_host(module: Any, target: Any) -> Any:
+    """Lower scheduled functions for a CPU: the first half of `tvm.compile`."""
+    import_tvm()
+    from tvm import tirx
+
+    pipeline, finalize, _ = tirx.get_tir_pipeline("s_tir")
+    with target:
+        return finalize()(pipeline(tirx.transform.BindTarget(target.with_host(target))(module)))
+
+
 def generate_code(module: Any, target: Any) -> Any:
     """Return the `tvm.runtime.Module` with the code of lowered functions."""
     import_tvm()

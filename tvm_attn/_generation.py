@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,13 @@ from tvm_attn._host import CPUINFO_FLAGS
 from tvm_attn.codegen.phases import Phases
 from tvm_attn.runtime.artifact import Artifact
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import BuildTarget, portable_host
+from tvm_attn.target import Arch, BuildTarget, portable_host
 from tvm_attn.variant import AttentionVariant
 
+PLANNER, DEVICE_PLANNER = "planner", "device_planner"
+"""Parts of a kernel that plan: on the host, and on a GPU."""
+PATIENCE = 60.0
+"""Seconds to wait for a part that another process compiles, once it is needed."""
 CACHED_BYTES = 2**23
 """Bytes of K and V that work at a time should read: less than the second-level cache has."""
 
@@ -90,25 +93,33 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
         ),
         "share_out": sharing_planner(),
     }
-    return compile_functions("planner", functions, portable_host())
+    return compile_functions(PLANNER, functions, portable_host())
 
 
-def generate_device_planner(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> Artifact:
+def generate_device_planner(
+    spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
+) -> Artifact:
     """Compile the planner for a GPU."""
-    from tvm_attn.schedules.device_planner import device_planner, rows_of
+    from tvm_attn.schedules.device_planner import device_planner
+    from tvm_attn.tir.hooks import Hooks
 
     assert target.arch is not None
-    rows = rows_of(target.arch)
+    hooks, rows = Hooks(variant), _device_rows(target.arch)
     bounds = (hooks.key_positions, hooks.parameters(at="plan"))
     functions = {"plan_on_device": device_planner(spec.is_paged, rows, *bounds)}
-    made = compile_functions("device_planner", functions, target, dialect="tirx")
-    return replace(made, meta={**made.meta, "rows": rows})
+    return compile_functions(DEVICE_PLANNER, functions, target, dialect="tirx")
 
 
 def generate_kernel(
-    spec: AttentionSpec, hooks: Any, target: BuildTarget, schedule: str | None, phases: Phases
+    spec: AttentionSpec,
+    hooks: Any,
+    target: BuildTarget,
+    schedule: str | None,
+    phases: Phases,
+    beside: Mapping[str, Callable[..., Any]],
 ) -> Artifact:
-    """Definition -> schedule -> code, for every query tile."""
+    """Definition -> schedule -> code, for every query tile; `beside` is done in other processes."""
+    from tvm_attn.codegen.children import meanwhile
     from tvm_attn.codegen.kernels import cpu_kernels, cuda_kernels, residents
     from tvm_attn.schedules import cpu
     from tvm_attn.tir.attention import attention
@@ -120,13 +131,14 @@ def generate_kernel(
 
     if target.arch is None:
         tiles = {name: best for name, [best] in ranked.items()}
-        made = cpu_kernels(
-            list(tiles),
-            lambda name: define(name, tiles[name]),
-            lambda name, defined: _function(cpu.schedule(defined, tiles[name]).mod),
-            target,
-            phases,
-        )
+        with meanwhile(beside, PATIENCE):
+            made = cpu_kernels(
+                list(tiles),
+                lambda name: define(name, tiles[name]),
+                lambda name, defined: _function(cpu.schedule(defined, tiles[name]).mod),
+                target,
+                phases,
+            )
         shares = dict.fromkeys(tiles, 1)
     else:
         from tvm_attn.schedules import families
@@ -135,34 +147,33 @@ def generate_kernel(
             return partial(define, name, tile), partial(families.attention, spec, hooks, tile, name)
 
         ways = {name: [way(name, tile) for tile in best] for name, best in ranked.items()}
-        made, chosen = cuda_kernels(ways, target, phases)
+        made, chosen = cuda_kernels(ways, target, phases, beside)
         tiles = {name: best[chosen[name]] for name, best in ranked.items()}
         shares = {
             name: residents(name, used, tiles[name].residents, target.arch)
             for name, used in made.resources.items()
         }
-    cached = _cached_tokens(spec) if target.arch else 0
+    described = [_family(tile, shares[name], spec, target) for name, tile in tiles.items()]
     return Artifact(
-        {
-            **_facts(hooks, target),
-            "families": [
-                {
-                    **{"name": t.family, "rows": t.rows},
-                    "schedule": t.schedule if target.arch else "cpu",
-                    **{"block": t.granule if target.arch else t.block},
-                    **{"overhead": t.overhead, "residents": shares[name]},
-                    "cached_tokens": cached if t.family == "long" else 0,
-                    **({"clusters": t.clusters} if target.arch and t.clusters is not None else {}),
-                    **({"replaces": "decode"} if t.family == "wide" else {}),
-                }
-                for name, t in tiles.items()
-            ],
-            "resources": made.resources,
-        },
+        {**_facts(hooks, target), "families": described, "resources": made.resources},
         {"attention": made.library},
         made.texts,
         {"attention": made.devices} if made.devices else {},
     )
+
+
+def _family(tile: Any, residents: int, spec: AttentionSpec, target: BuildTarget) -> dict[str, Any]:
+    """Return what the runtime has to know of a query tile."""
+    on_gpu = target.arch is not None
+    return {
+        **{"name": tile.family, "rows": tile.rows},
+        "schedule": tile.schedule if on_gpu else "cpu",
+        **{"block": tile.granule if on_gpu else tile.block},
+        **{"overhead": tile.overhead, "residents": residents},
+        "cached_tokens": _cached_tokens(spec) if on_gpu and tile.family == "long" else 0,
+        **({"clusters": tile.clusters} if on_gpu and tile.clusters is not None else {}),
+        **({"replaces": "decode"} if tile.family == "wide" else {}),
+    }
 
 
 def _cached_tokens(spec: AttentionSpec) -> int:
@@ -179,8 +190,16 @@ def _facts(hooks: Any, target: BuildTarget) -> dict[str, Any]:
         "use_softmax": hooks.variant.use_softmax,
         "target": target.key(),
         "device": "cuda" if target.arch else "cpu",
+        "device_rows": _device_rows(target.arch) if target.arch else 0,
         "cpu_flags": sorted(CPUINFO_FLAGS[f] for f in features if f in CPUINFO_FLAGS),
     }
+
+
+def _device_rows(arch: Arch) -> int:
+    """Return how many units and pieces a GPU's planner has room for."""
+    from tvm_attn.schedules.device_planner import rows_of
+
+    return rows_of(arch)
 
 
 def _function(module: Any) -> Any:

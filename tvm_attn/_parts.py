@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tvm_attn import _compat, env
+from tvm_attn import env
 from tvm_attn._hook_code import hook_code
 from tvm_attn.codegen.cache import (
     cache_key,
@@ -21,15 +21,11 @@ from tvm_attn.codegen.cache import (
     read_cached,
     write_atomically,
 )
-from tvm_attn.codegen.children import Child
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.variant import AttentionVariant
-
-PATIENCE = 60.0
-"""Seconds to wait for a part that another process compiles, once it is needed."""
 
 Loaded = tuple[Artifact, Library]
 
@@ -76,10 +72,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of a kernel, and why it is of the schedule that it is."""
+    """The parts of a kernel, why it is of the schedule that it is, and what it may need later."""
 
     parts: tuple[Part, ...]
     why: str
+    later: Part | None = None
 
     def recall(self) -> dict[str, Loaded] | None:
         """Return all parts from memory or from the cache, None if one is in neither."""
@@ -116,7 +113,10 @@ def recall_recipe(request: str | None) -> Recipe | None:
             saved = json.loads(_path(request).read_text())
             if saved["digest"] == _digest(saved["recipe"]):
                 parts = tuple(Part(**part) for part in saved["recipe"]["parts"])
-                _recipes[request] = Recipe(parts, saved["recipe"]["why"])
+                later = saved["recipe"]["later"]
+                _recipes[request] = Recipe(
+                    parts, saved["recipe"]["why"], Part(**later) if later else None
+                )
     return _recipes.get(request)
 
 
@@ -136,21 +136,21 @@ def forget_loaded() -> None:
     _recipes.clear()
 
 
-@contextmanager
-def built_meanwhile(part: Part, make: Callable[[], Loaded], *, unless: bool) -> Iterator[None]:
-    """Compile a part in a process of its own, into the cache, while something else is compiled.
+def beside(part: Part, generate: Callable[[str], Artifact]) -> dict[str, Callable[..., bool]]:
+    """Return work for a process of its own that compiles a part into the cache, by the part's name.
 
-    TVM compiles one thing at a time in a process. Should the other process fail, nothing is lost:
-    the part is then compiled when it is needed, and the error is met there.
+    There is none if the part is there. Should the process fail, nothing is lost: the part is then
+    compiled when it is needed, and the error is met there.
     """
-    if unless or part.is_there():
-        yield
-        return
-    _compat.import_tvm()
-    with Child(part.name, lambda _: bool(make())) as child:
-        yield
+    if part.is_there():
+        return {}
+
+    def make(_: object) -> bool:
         with suppress(Exception):
-            child.result(patience=PATIENCE)
+            return bool(part.obtain(generate))
+        return False
+
+    return {part.name: make}
 
 
 def _path(request: str) -> Path:

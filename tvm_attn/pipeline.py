@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial, reduce
 from itertools import repeat
@@ -14,6 +13,8 @@ from typing import Any
 
 from tvm_attn import _compat, _progress, env
 from tvm_attn._generation import (
+    DEVICE_PLANNER,
+    PLANNER,
     compile_functions,
     explain_choice,
     explain_tiles,
@@ -26,7 +27,7 @@ from tvm_attn._parts import (
     Loaded,
     Part,
     Recipe,
-    built_meanwhile,
+    beside,
     recall_recipe,
     remember_recipe,
     request_key,
@@ -38,6 +39,7 @@ from tvm_attn.codegen.phases import Phases, dump
 from tvm_attn.errors import CompileError, DTypeError, TargetError
 from tvm_attn.runtime.artifact import Artifact
 from tvm_attn.runtime.disassembly import cubin_of, disassemble
+from tvm_attn.runtime.later import Later
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec
@@ -111,7 +113,6 @@ def build(
             **kernel.meta,
             "backend": kernel.meta["families"][-1]["schedule"],
             "why": recipe.why,
-            "device_rows": max(part.meta.get("rows", 0) for part, _ in made.values()),
             "spec": asdict(spec),
             "variant": str(variant),
             "params": [asdict(param) for param in variant.params],
@@ -121,7 +122,9 @@ def build(
         reduce(or_, (part.devices for part, _ in made.values()), dict(kernel.devices)),
     )
     libraries = {name: library for name, (_, library) in made.items()}
-    return AttentionModule(artifact, {ATTENTION: attention, **libraries})
+    obtain = recipe.later and partial(_obtain, recipe.later, spec, variant, built_for)
+    later = Later(obtain) if obtain else None
+    return AttentionModule(artifact, {ATTENTION: attention, **libraries}, later=later)
 
 
 def _make(
@@ -144,40 +147,52 @@ def _make(
         "tiles": _tiles_to_try(spec, variant, target, schedule),
     }
     kernel = Part(ATTENTION, cache_key(content), target.arch is not None)
-    others = _planners(spec, hooks, target)
+    planner, device_planner = _planners(spec, hooks, target)
+
+    def generate(key: str) -> Artifact:
+        phases, others = Phases(key, report), beside(planner, plans)
+        return generate_kernel(spec, hooks, target, schedule, phases, others)
+
+    def plans(_: str) -> Artifact:
+        return generate_planner(spec, hooks)
+
     with _progress.stages(progress) as report:
-        is_there = kernel.is_there()
-        with ExitStack() as stack:
-            for part, generate in others.items():
-                make = partial(part.obtain, generate)
-                stack.enter_context(built_meanwhile(part, make, unless=is_there))
-            try:
-                attention = kernel.obtain(
-                    lambda key: generate_kernel(spec, hooks, target, schedule, Phases(key, report))
-                )
-            except CompileError as error:
-                raise CompileError(f"variant {str(variant)!r}: {error}") from error
-        made = {part.kind: part.obtain(generate) for part, generate in others.items()}
+        try:
+            attention = kernel.obtain(generate)
+        except CompileError as error:
+            raise CompileError(f"variant {str(variant)!r}: {error}") from error
+        made = {ATTENTION: attention, PLANNER: planner.obtain(plans)}
     why = explain_choice(spec, variant, target, schedule)
-    return Recipe((kernel, *others), why), {ATTENTION: attention, **made}
+    return Recipe((kernel, planner), why, device_planner), made
 
 
-def _planners(
-    spec: AttentionSpec, hooks: Any, target: BuildTarget
-) -> dict[Part, Callable[[str], Artifact]]:
-    """Return the planner of the host, and that of a GPU if that is the target, and their makers."""
+def _planners(spec: AttentionSpec, hooks: Any, target: BuildTarget) -> tuple[Part, Part | None]:
+    """Return the planner of the host, and that of a GPU if that is the target."""
     from tvm_attn.tir.fingerprint import range_fingerprint
 
     content = {"paged": spec.is_paged, "kv_range": range_fingerprint(hooks)}
-    host = Part("planner", cache_key(content), on_gpu=False)
-    planners: dict[Part, Callable[[str], Artifact]] = {
-        host: lambda _: generate_planner(spec, hooks)
-    }
-    if target.arch is not None:
-        device_content = {**content, "planner": "device", "target": target.key()}
-        device = Part("device_planner", cache_key(device_content), on_gpu=True)
-        planners[device] = lambda _: generate_device_planner(spec, hooks, target)
-    return planners
+    host = Part(PLANNER, cache_key(content), on_gpu=False)
+    if target.arch is None:
+        return host, None
+    on_device = {**content, "planner": "device", "target": target.key()}
+    return host, Part(DEVICE_PLANNER, cache_key(on_device), on_gpu=True)
+
+
+def _obtain(
+    device_planner: Part, spec: AttentionSpec, variant: AttentionVariant, target: BuildTarget
+) -> Loaded:
+    """Return the planner for a GPU, compiled now if it is not cached."""
+
+    def generate(_: str) -> Artifact:
+        from tvm_attn.tir.hooks import Hooks
+
+        if _planners(spec, Hooks(variant), target)[1] != device_planner:
+            raise CompileError(
+                f"the hooks of {str(variant)!r} have changed since its kernel was built; build anew"
+            )
+        return generate_device_planner(spec, variant, target)
+
+    return device_planner.obtain(generate)
 
 
 def tile_tables(

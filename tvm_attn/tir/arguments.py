@@ -14,6 +14,9 @@ from tvm_attn.tir.scales import Scales
 from tvm_attn.tir.signature import dense, ints
 from tvm_attn.worklist import ITEM_WORDS, MERGE_WORDS
 
+GIVEN = ("q", "k", "v", "out", "lse")
+"""Arguments of a kernel that may be a caller's, beside a variant's."""
+
 Strided = Callable[[Any, str, Sequence[int | None], str], Any]
 """How tensors with free strides are bound: `signature.strided` or `signature.strided_rows`."""
 

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.access import CacheAccess, to_float
-from tvm_attn.tir.arguments import bind
+from tvm_attn.tir.arguments import GIVEN, bind
 from tvm_attn.tir.hooks import Context, Hooks
 from tvm_attn.tir.merge import merge_unit
 from tvm_attn.tir.rows import Rows
@@ -370,4 +370,4 @@ def attention(
                 T.writes()
                 merge_unit(hooks, given, spec.group_size, spec.dim_vo, vm)
 
-    return close_over(definition, hooks.parameters(), before=NUM_OUTPUTS, name=name)
+    return close_over(definition, hooks.parameters(), before=NUM_OUTPUTS, name=name, given=GIVEN)

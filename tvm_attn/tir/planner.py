@@ -386,4 +386,4 @@ def work_planner(
                 deal(plan, table, units, line, machine, tokens_at_once, bins, load, out)
             summarise(plan, header)
 
-    return close_over(plan_work, extra_params, before=18, name="plan_work")
+    return close_over(plan_work, extra_params, before=18, name="plan_work", given=())

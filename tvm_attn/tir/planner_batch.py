@@ -27,6 +27,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
+from tvm_attn.tir.signature import takes
 from tvm_attn.worklist import HEADER_WORDS, Header, Status
 
 
@@ -368,4 +369,6 @@ def batch_planner(paged: bool) -> Any:
                 header[int(Header.NNZ_QO)] = qo_indptr[batch.size]
                 header[int(Header.MAX_PAGE)] = max_page
 
-    return plan_batch.with_attr("global_symbol", "plan_batch")
+    given = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+    named = plan_batch.with_attr("global_symbol", "plan_batch")
+    return takes(named, *given, "q_pos_offset", "kv_pos_offset")

@@ -27,6 +27,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
+from tvm_attn.tir.signature import takes
 from tvm_attn.worklist import CROWD
 
 SHORTEST = 4
@@ -302,4 +303,4 @@ def sharing_planner() -> Any:
                 consider(work, split, costs, rates, block, best, choice)
             consider_line(work, costs, rates, block, best, choice)
 
-    return share_out
+    return takes(share_out)

@@ -72,14 +72,34 @@ def itemsize(dtype: str) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
-def close_over(function: Any, parameters: Sequence[Any], *, before: int, name: str) -> Any:
-    """Turn variables a function uses freely into parameters, placed `before` its last ones."""
+GIVEN = "tvm_attn.given"
+"""Attribute of a function: names of the arguments that may be a caller's. The library makes all
+others, and nothing checks them."""
+
+
+def takes(function: Any, *given: str) -> Any:
+    """Say which arguments of a function may be a caller's."""
+    return function.with_attr(GIVEN, list(given))
+
+
+def close_over(
+    function: Any,
+    parameters: Sequence[Any],
+    *,
+    before: int,
+    name: str,
+    given: Sequence[str] | None = None,
+) -> Any:
+    """Turn variables a function uses freely into parameters, placed `before` its last ones.
+
+    `given` names other arguments that may be a caller's; if it is None, all may.
+    """
     split = len(function.params) - before
     params = [*function.params[:split], *parameters, *function.params[split:]]
     closed = tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
     closed = _with_plain_names(closed.with_attr("global_symbol", name))
     tvm.s_tir.analysis.verify_well_formed(closed)
-    return closed
+    return closed if given is None else takes(closed, *given, *(p.name for p in parameters))
 
 
 def _with_plain_names(function: tirx.PrimFunc) -> tirx.PrimFunc:
