@@ -103,6 +103,17 @@ template <class F> static int reduce(int value, F combine) {
   wait_as(IN_WARP);
   return total;
 }
+static uint __ballot_sync(uint, int holds) {
+  int self = current, first = self / WARP * WARP;
+  slots[self] = holds != 0;
+  wait_as(IN_WARP);
+  uint lanes = 0;
+  for (int i = 0; i < WARP; i++) lanes |= (uint)slots[first + i] << i;
+  wait_as(IN_WARP);
+  return lanes;
+}
+static void __syncwarp() { wait_as(IN_WARP); }
+static int __popc(uint word) { return __builtin_popcount(word); }
 static int __reduce_max_sync(uint, int x) { return reduce(x, [](int a, int b) { return max(a, b); }); }
 static int __reduce_min_sync(uint, int x) { return reduce(x, [](int a, int b) { return min(a, b); }); }
 static int __reduce_add_sync(uint, int x) { return reduce(x, [](int a, int b) { return a + b; }); }

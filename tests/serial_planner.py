@@ -9,9 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
-from tvm_attn.tir.device_policy import carve_scratch
+from tvm_attn.tir.device_policy import TABLES, carve_scratch
 from tvm_attn.tir.planner_batch import Batch
-from tvm_attn.tir.planner_ints import assign, bind, carve, store, var
+from tvm_attn.tir.planner_ints import assign, bind, carve, high_word, store, var
 from tvm_attn.tir.planner_units import KvBounds
 from tvm_attn.tir.signature import close_over
 from tvm_attn.worklist import JOB_WORDS
@@ -45,6 +45,22 @@ def add_up_partials(cta: Any) -> None:
         total = total + value
 
 
+@T.inline
+def sort(
+    cta: Any, keys: Any, first: Any, spare: Any, count: Any, low: Any, high: Any
+) -> None:
+    """Sort keys by their upper halves: put each where it belongs among those before."""
+    for i in T.serial(count):
+        key = var(keys[first + i])
+        place = var(i)
+        while T.if_then_else(
+            place > 0, high_word(keys[first + T.max(place - 1, 0)]) > high_word(key), False
+        ):
+            keys[first + place] = keys[first + place - 1]
+            place = place - 1
+        keys[first + place] = key
+
+
 @dataclass(frozen=True)
 class SerialCta:
     """A CTA whose threads take turns, at each number that is visited."""
@@ -59,6 +75,7 @@ class SerialCta:
     add_up_partials: Any = add_up_partials
     arrive: Any = arrive
     publish: Any = publish
+    sort: Any = sort
 
     def turns(self, count: Any) -> Any:
         return count
@@ -188,7 +205,7 @@ def serial_planner(
     return close_over(serial, extra, before=20, name="plan_on_device")
 
 
-LONGS = THREADS + 4 * (ROWS + 1) + 2 * (CTAS + 1)
+LONGS = THREADS + (TABLES + 1) * (ROWS + 1) + 2 * (CTAS + 1)
 INTS = 3 * (CTAS + 1)
 
 

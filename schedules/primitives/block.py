@@ -8,10 +8,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.block_sort import sort
 from tvm_attn.schedules.primitives.fragments import ALL_LANES
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.tir.parallel import added, largest, least
-from tvm_attn.tir.planner_ints import assign, ceil_div, store, var
+from tvm_attn.tir.planner_ints import INT32_MAX, assign, ceil_div, low_word, scalar, store, var, wide
 
 Expr = Any
 Combine = Callable[[Any, Any], Any]
@@ -19,15 +20,20 @@ Total = tuple[Any, Combine]
 
 THREADS = 512
 WARPS = THREADS // WARP
-LANE_BITS, WARP_BITS = WARP.bit_length() - 1, WARPS.bit_length() - 1
-MOST_TOTALS = 5
+LANE_BITS = WARP.bit_length() - 1
+MOST_TOTALS = 6
 """Variables that are agreed on at once."""
 RESULTS = MOST_TOTALS * WARPS
-COMMON = RESULTS + MOST_TOTALS
-"""Words that threads tell one another: a value of each warp, and what all agree on."""
+COMMON = 2 * RESULTS + 1
+"""Words that warps tell one another, twice: who is late reads the ones while others write the next.
+The last says whether a CTA is the last."""
 
 REDUCTIONS: dict[Combine, str] = {largest: "max", least: "min", added: "add"}
 """What a warp does with int32 in one instruction."""
+NEUTRAL: dict[Combine, int] = {largest: 0, least: INT32_MAX, added: 0}
+"""What changes no total of numbers that are not negative."""
+CHUNK_BITS = 21
+"""Bits of an int64 that are added up at once."""
 
 PREFETCH = """
 __device__ __forceinline__ void prefetch(int* row) {
@@ -45,25 +51,32 @@ def from_below(value: Expr, lanes: int) -> Expr:
     return T.cuda.__shfl_up_sync(T.uint32(ALL_LANES), value, lanes, WARP)
 
 
-def from_across(value: Expr, lanes: int) -> Expr:
-    """Return the value of the lane whose number differs in a bit."""
-    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
+def of_warp(value: Expr, combine: Combine) -> Expr:
+    """Combine an int32 of all lanes."""
+    name = REDUCTIONS[combine]
+    source = f"__device__ int {name}_of_warp(int x) {{ return __reduce_{name}_sync(~0u, x); }}\n"
+    return T.cuda.func_call(f"{name}_of_warp", value, source_code=source, return_type="int32")
 
 
-def agree_in_warp(variable: Any, combine: Combine, bits: int) -> None:
-    """Combine a variable of the lanes whose numbers differ in so many bits, to the same in each."""
-    if str(variable.ty) == "int32" and bits == LANE_BITS:
-        name = REDUCTIONS[combine]
-        source = (
-            f"__device__ int {name}_of_warp(int x) {{ return __reduce_{name}_sync(~0u, x); }}\n"
-        )
-        call = T.cuda.func_call(
-            f"{name}_of_warp", variable, source_code=source, return_type="int32"
-        )
-        assign(variable, call)
-        return
-    for bit in range(bits):
-        assign(variable, combine(variable, from_across(variable, 1 << bit)))
+def agree_in_warp(variable: Any, combine: Combine) -> None:
+    """Combine a variable of all lanes, to the same in each; int64 ones are not negative."""
+    if str(variable.ty) == "int32":
+        assign(variable, of_warp(variable, combine))
+    elif combine is added:
+        chunks = [
+            T.shift_right(variable, T.int64(at)) & T.int64((1 << CHUNK_BITS) - 1)
+            for at in range(0, 3 * CHUNK_BITS, CHUNK_BITS)
+        ]
+        low, middle, high = (wide(of_warp(low_word(chunk), added)) for chunk in chunks)
+        upper = T.shift_left(high, T.int64(CHUNK_BITS)) + middle
+        assign(variable, T.shift_left(upper, T.int64(CHUNK_BITS)) + low)
+    else:
+        upper, lower = scalar("int32"), scalar("int32")
+        assign(upper, of_warp(low_word(T.shift_right(variable, T.int64(31))), combine))
+        is_first = T.shift_right(variable, T.int64(31)) == wide(upper)
+        assign(lower, low_word(T.bitwise_and(variable, T.int64(INT32_MAX))))
+        assign(lower, of_warp(T.Select(is_first, lower, NEUTRAL[combine]), combine))
+        assign(variable, T.shift_left(wide(upper), T.int64(31)) + wide(lower))
 
 
 @T.inline
@@ -82,11 +95,11 @@ def arrive(cta, counter, is_last):
     if cta.thread == 0:
         T.cuda.thread_fence()
         before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
-        cta.common[0] = T.Cast("int64", before == cta.num_ctas - 1)
+        cta.common[COMMON - 1] = T.Cast("int64", before == cta.num_ctas - 1)
         if before == cta.num_ctas - 1:
             counter[0] = 0
     cta.meet()
-    assign(is_last, T.Cast("int32", cta.common[0]))
+    assign(is_last, T.Cast("int32", cta.common[COMMON - 1]))
     if is_last != 0:
         cta.meet()
         T.cuda.thread_fence()
@@ -106,13 +119,13 @@ def add_up_partials(cta):
     own = var(cta.partial[cta.thread])
     total = var(own)
     add_up_lanes(total, cta.lane)
+    assign(cta.turn, RESULTS - cta.turn)
     if cta.lane == WARP - 1:
-        cta.common[cta.warp] = total
+        cta.common[cta.turn + cta.warp] = total
     cta.meet()
-    of_warps = var(cta.common[cta.lane % WARPS])
-    add_up_lanes(of_warps, cta.lane)
-    before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
-    cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
+    before = var(T.if_then_else(cta.lane < cta.warp, cta.common[cta.turn + cta.lane], T.int64(0)))
+    agree_in_warp(before, added)
+    cta.partial[cta.thread] = total - own + before
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,8 @@ class Block:
     """A CTA of `THREADS` threads; ``common`` is an int64 array for what they tell one another.
 
     ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
-    ``job`` is what they do, the number of jobs if it is something else.
+    ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable: which
+    words of ``common`` were written last. ``bins`` are for sorting.
     """
 
     thread: Expr
@@ -132,10 +146,13 @@ class Block:
     job: Any
     partial: Any
     common: Any
+    turn: Any
+    bins: Any
     threads: int = THREADS
     add_up_partials: Any = add_up_partials
     arrive: Any = arrive
     publish: Any = publish
+    sort: Any = sort
 
     def turns(self, count: Expr) -> Expr:
         """How often each thread has a number below `count`."""
@@ -158,21 +175,18 @@ class Block:
 
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
+        assign(self.turn, RESULTS - self.turn)
         for place, (variable, combine) in enumerate(totals):
-            agree_in_warp(variable, combine, LANE_BITS)
+            agree_in_warp(variable, combine)
             with T.If(self.lane == 0), T.Then():
-                store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
+                store(self.common, self.turn + place * WARPS + self.warp, wide(variable))
         self.meet()
-        with T.If(self.warp == 0), T.Then():
-            for place, (variable, combine) in enumerate(totals):
-                found = self.common[place * WARPS + self.lane % WARPS]
-                assign(variable, T.cast(found, str(variable.ty)))
-                agree_in_warp(variable, combine, WARP_BITS)
-                with T.If(self.lane == 0), T.Then():
-                    store(self.common, RESULTS + place, T.cast(variable, "int64"))
-        self.meet()
-        for place, (variable, _) in enumerate(totals):
-            assign(variable, T.cast(self.common[RESULTS + place], str(variable.ty)))
+        for place, (variable, combine) in enumerate(totals):
+            found = self.common[self.turn + place * WARPS + self.lane % WARPS]
+            if combine is added:
+                found = T.if_then_else(self.lane < WARPS, found, T.int64(0))
+            assign(variable, T.cast(found, str(variable.ty)))
+            agree_in_warp(variable, combine)
 
     def is_first(self) -> Expr:
         """Whether this is the one thread that writes what all know."""

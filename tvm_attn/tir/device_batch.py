@@ -7,15 +7,17 @@ row of the output is then an empty state, and nothing is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import added, each, largest, least
+from tvm_attn.tir.parallel import added, each, largest, least, spread
 from tvm_attn.tir.planner_batch import Batch, is_far
 from tvm_attn.tir.planner_ints import (
+    LENGTH_LIMIT,
     as_bit,
     assign,
     ceil_div,
@@ -29,7 +31,10 @@ from tvm_attn.worklist import Header, Status
 
 ORDERS = 4
 """Kinds of fault that share a status, one looked for after another."""
-NO_FAULT = (1 << 63) - 1
+NO_FAULT = (1 << 62) - 1
+
+SHARED = 32
+"""Requests in a row whose lengths and positions the same CTA writes."""
 
 
 @dataclass(frozen=True)
@@ -79,48 +84,80 @@ def fault_at(is_wrong: Any, status: Status, where: Any, order: int = 0) -> Any:
     return T.Select(is_wrong, code + wide(where), T.int64(NO_FAULT))
 
 
+Fault = tuple[Any, Status, Any, int]
+"""What may be wrong: whether it is, and what `fault_at` is told of it."""
+
+
 def status_of(fault: Any) -> Any:
     """Status of a fault."""
     return T.Select(fault == T.int64(NO_FAULT), 0, high_word(fault) // ORDERS)
 
 
-def first_of(*faults: Any) -> Any:
-    """Return the fault that the host would find first."""
-    return reduce(T.min, faults)
-
-
-def fault_of_all(batch: Batch, num_indices: Any, limits: Limits) -> Any:
-    """Return what is wrong with a batch as a whole."""
+def faults_of_all(batch: Batch, num_indices: Any, limits: Limits) -> list[Fault]:
+    """Return what may be wrong with a batch as a whole."""
     pages = batch.kv_indptr[batch.size]
-    faults = [
-        fault_at(batch.qo_indptr[0] != 0, Status.QO_INDPTR, 0),
-        fault_at(batch.kv_indptr[0] != 0, Status.KV_INDPTR, 0),
-        fault_at(batch.qo_indptr[batch.size] > limits.qo_tokens, Status.QO_LIMIT, 0),
-        fault_at(pages > limits.pages, Status.KV_LIMIT, 0),
+    faults: list[Fault] = [
+        (batch.qo_indptr[0] != 0, Status.QO_INDPTR, 0, 0),
+        (batch.kv_indptr[0] != 0, Status.KV_INDPTR, 0, 0),
+        (batch.qo_indptr[batch.size] > limits.qo_tokens, Status.QO_LIMIT, 0, 0),
+        (pages > limits.pages, Status.KV_LIMIT, 0, 0),
     ]
     if batch.paged:
-        faults.append(fault_at(pages > num_indices, Status.KV_INDICES_SHORT, num_indices))
-    return first_of(*faults)
+        faults.append((pages > num_indices, Status.KV_INDICES_SHORT, num_indices, 0))
+    return faults
 
 
-def fault_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> Any:
-    """Return what is wrong with a request; `given` says whether its positions are given."""
+def is_too_long(batch: Batch, b: Any) -> Any:
+    """Whether `Batch.is_too_long`: by products, which takes less time here than quotients."""
+    rows = wide(batch.qo_len(b)) * wide(batch.group_size)
+    tokens = wide(batch.pages(b)) * wide(batch.page_size)
+    return T.max(rows, tokens) > T.int64(LENGTH_LIMIT)
+
+
+def faults_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> list[Fault]:
+    """Return what may be wrong with a request; `given` says whether its positions are given."""
     q_pos, kv_pos = batch.q_pos_offset, batch.kv_pos_offset
-    faults = [
-        fault_at(batch.qo_indptr[b] > batch.qo_indptr[b + 1], Status.QO_INDPTR, b + 1),
-        fault_at(batch.kv_indptr[b] > batch.kv_indptr[b + 1], Status.KV_INDPTR, b + 1),
-        fault_at(batch.is_too_long(b), Status.TOO_LONG, b),
-        fault_at(T.And(limits.qo_len > 0, batch.qo_len(b) > limits.qo_len), Status.QO_LEN, b),
+    faults: list[Fault] = [
+        (batch.qo_indptr[b] > batch.qo_indptr[b + 1], Status.QO_INDPTR, b + 1, 0),
+        (batch.kv_indptr[b] > batch.kv_indptr[b + 1], Status.KV_INDPTR, b + 1, 0),
+        (is_too_long(batch, b), Status.TOO_LONG, b, 0),
+        (T.And(limits.qo_len > 0, batch.qo_len(b) > limits.qo_len), Status.QO_LEN, b, 0),
     ]
     if batch.paged:
-        faults.append(fault_at(batch.last_page_is_wrong(b), Status.LAST_PAGE_LEN, b))
+        faults.append((batch.last_page_is_wrong(b), Status.LAST_PAGE_LEN, b, 0))
     for order, (is_given, offsets, length) in enumerate(
         ((given[0], q_pos, batch.qo_len(b)), (given[1], kv_pos, batch.kv_len(b))), start=1
     ):
         offset = T.if_then_else(is_given, offsets[b], 0)
         wrong = T.Or(is_far(offset), is_far(offset + length))
-        faults.append(fault_at(T.And(is_given, wrong), Status.TOO_LONG, b, order))
-    return first_of(*faults)
+        faults.append((T.And(is_given, wrong), Status.TOO_LONG, b, order))
+    return faults
+
+
+def is_any(faults: list[Fault]) -> Any:
+    """Whether there is any fault, as a bit."""
+    return reduce(T.bitwise_or, (as_bit(fault[0]) for fault in faults))
+
+
+def first_of(faults: list[Fault]) -> Any:
+    """Return the fault that the host would find first."""
+    return reduce(T.min, (fault_at(*fault) for fault in faults))
+
+
+@T.inline
+def find_fault(cta, batch, num_indices, limits, given, out):
+    """Find the fault that the host would find first."""
+
+    @T.inline
+    def check_entry(b):
+        if b < batch.size:
+            assign(out.fault, T.min(out.fault, first_of(faults_of(batch, limits, given, b))))
+        else:
+            whole = T.meta_var(first_of(faults_of_all(batch, num_indices, limits)))
+            assign(out.fault, T.min(out.fault, whole))
+
+    spread(cta, batch.size + 1, check_entry)
+    cta.agree([(out.fault, least)])
 
 
 @T.inline
@@ -132,55 +169,119 @@ def check(cta, batch, num_indices, limits, given, out):
     assign(out.max_kv_len, 0)
     assign(out.tokens, T.int64(0))
     assign(out.units, 0)
-
-    @T.inline
-    def check_request(b):
-        qo_len = var(batch.qo_len(b))
-        kv_len = var(batch.kv_len(b))
-        assign(out.fault, first_of(out.fault, fault_of(batch, limits, given, b)))
-        assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
-        assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
-        assign(out.tokens, out.tokens + wide(kv_len))
-        assign(out.units, out.units + as_bit(qo_len > 0))
+    is_wrong = var(0)
 
     @T.inline
     def check_entry(b):
         if b < batch.size:
-            check_request(b)
+            qo_len = var(T.max(batch.qo_len(b), 0))
+            kv_len = var(T.max(batch.kv_len(b), 0))
+            assign(is_wrong, T.bitwise_or(is_wrong, is_any(faults_of(batch, limits, given, b))))
+            assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
+            assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
+            assign(out.tokens, out.tokens + wide(kv_len))
+            assign(out.units, out.units + as_bit(qo_len > 0))
         else:
-            assign(out.fault, first_of(out.fault, fault_of_all(batch, num_indices, limits)))
+            whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
+            assign(is_wrong, T.bitwise_or(is_wrong, whole))
 
-    each(cta, batch.size + 1, check_entry)
+    spread(cta, batch.size + 1, check_entry)
     cta.agree(
         [
-            (out.fault, least),
+            (is_wrong, largest),
             (out.max_qo_len, largest),
             (out.max_kv_len, largest),
             (out.tokens, added),
             (out.units, added),
         ]
     )
+    if is_wrong != 0:
+        find_fault(cta, batch, num_indices, limits, given, out)
+
+
+def q_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
+    """Position of a request's first query."""
+    ends = batch.kv_len(b) - batch.qo_len(b)
+    return T.if_then_else(given[0], batch.q_pos_offset[b], ends)
+
+
+def kv_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
+    """Position of a request's first key."""
+    return T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
 
 
 @T.inline
 def derive(cta, batch, given, out):
-    """Derive lengths and positions of every request.
+    """Write lengths and positions of every request of a batch that is right, for kernels to come.
 
-    CTAs that plan the same batch write to the same arrays: only once they know that it is right.
+    CTAs that plan the same share them by the warp.
     """
 
     @T.inline
     def derive_entry(b):
-        out.qo_indptr[b] = batch.qo_indptr[b]
-        out.kv_indptr[b] = batch.kv_indptr[b]
-        if b < batch.size:
-            kv_len = var(batch.kv_len(b))
-            ends = T.meta_var(kv_len - batch.qo_len(b))
-            out.kv_len[b] = kv_len
-            out.q_pos_offset[b] = T.if_then_else(given[0], batch.q_pos_offset[b], ends)
-            out.kv_pos_offset[b] = T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
+        if T.truncmod(b // SHARED, cta.planners) == cta.planner:
+            out.qo_indptr[b] = batch.qo_indptr[b]
+            out.kv_indptr[b] = batch.kv_indptr[b]
+            if b < batch.size:
+                out.kv_len[b] = batch.kv_len(b)
+                out.q_pos_offset[b] = q_position(batch, given, b)
+                out.kv_pos_offset[b] = kv_position(batch, given, b)
 
-    each(cta, batch.size + 1, derive_entry)
+    spread(cta, batch.size + 1, derive_entry)
+
+
+@dataclass(frozen=True)
+class Column:
+    """An array of which each entry is computed where it is read."""
+
+    of: Callable[[Any], Any]
+
+    def __getitem__(self, b: Any) -> Any:
+        """Return an entry."""
+        return self.of(b)
+
+
+@dataclass(frozen=True)
+class GivenLengths:
+    """What `tvm_attn.tir.planner_units.Lengths` has: of a batch as it is given, or replaced."""
+
+    batch: Batch
+    given: tuple[Any, Any]
+    derived: Derived
+
+    def _column(self, derived: Any, of_batch: Callable[[Any], Any]) -> Column:
+        is_right = self.derived.fault == T.int64(NO_FAULT)
+        return Column(lambda b: T.if_then_else(is_right, of_batch(b), derived[b]))
+
+    @property
+    def count(self) -> Any:
+        """Requests."""
+        return self.derived.size
+
+    def qo_len(self, b: Any) -> Any:
+        """Query tokens of a request."""
+        indptr = self.derived.qo_indptr
+        is_right = self.derived.fault == T.int64(NO_FAULT)
+        return T.if_then_else(is_right, self.batch.qo_len(b), indptr[b + 1] - indptr[b])
+
+    @property
+    def kv_len(self) -> Column:
+        """KV tokens of requests."""
+        return self._column(self.derived.kv_len, self.batch.kv_len)
+
+    @property
+    def q_pos_offset(self) -> Column:
+        """Positions of their first queries."""
+        return self._column(
+            self.derived.q_pos_offset, lambda b: q_position(self.batch, self.given, b)
+        )
+
+    @property
+    def kv_pos_offset(self) -> Column:
+        """Positions of their first keys."""
+        return self._column(
+            self.derived.kv_pos_offset, lambda b: kv_position(self.batch, self.given, b)
+        )
 
 
 @T.inline

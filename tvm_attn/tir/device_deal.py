@@ -15,7 +15,7 @@ from tvm_attn.tir.device_units import HALF_WORDS, pack, write_row
 from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, spread
 from tvm_attn.tir.planner_deal import write_merge
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
-from tvm_attn.tir.planner_line import place_boundary, set_boundary
+from tvm_attn.tir.planner_line import Line, place_boundary, set_boundary
 from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE, Machine
 from tvm_attn.worklist import MERGE_WORDS, NO_SLOT, Item
 
@@ -61,7 +61,7 @@ def measure_snake(cta, table, machine, max_load):
         assign(max_load, wide(turns) * wide(table.longest))
     else:
         assign(max_load, T.int64(0))
-        each(cta, machine.num_ctas, measure)
+        spread(cta, machine.num_ctas, measure)
         cta.agree([(max_load, largest)])
 
 
@@ -106,20 +106,21 @@ def deal_snake(cta, table, rows, machine, out):
 
 
 @T.inline
-def write_merges(cta, parts, units, rows, machine, out):
-    """Write the merges of the units that are cut in parts."""
+def write_merges(cta, parts, count, rows, machine, out):
+    """Write the merges of those of so many units that are cut in parts."""
 
     @T.inline
-    def write(i):
-        unit = var(machine.heads.div(i))
-        head = var(i - unit * machine.heads.value)
-        count = var(parts.rows(unit + 1) - parts.rows(unit))
-        if count > 1:
+    def write(slot):
+        unit = var(0)
+        find_last(lambda u: parts.slots(u) * machine.heads.value, count + 1, slot, unit)
+        of_unit = var(parts.slots(unit + 1) - parts.slots(unit))
+        in_unit = var(slot - parts.slots(unit) * machine.heads.value)
+        head = var(div(in_unit, of_unit))
+        if in_unit == head * of_unit:
             index = var(parts.merges(unit) * machine.heads.value + head)
-            slot = var(parts.slots(unit) * machine.heads.value + head * count)
             write_merge(out, index, rows, unit, head, slot)
 
-    spread(cta, units.count * machine.heads.value, write)
+    spread(cta, parts.slots(count) * machine.heads.value, write)
 
 
 @T.inline
@@ -131,22 +132,19 @@ def close_merges(cta, out, plan, room):
         if i >= low_word(plan.merges):
             out.merge_indptr[i] = low_word(plan.slots)
             if i < room:
-                for word in T.serial(MERGE_WORDS):
+                for word in T.unroll(MERGE_WORDS):
                     out.merge_items[i, word] = 0
 
     spread(cta, room + 1, close)
 
 
 @T.inline
-def place_boundaries(cta, line, sums, units, machine):
+def place_boundaries(cta, line, units, machine):
     """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for."""
+    sums = T.meta_var(units.room(units.spare))
     worthwhile = var(T.truncdiv(units.total, wide(MIN_PIECE + machine.overhead)))
     shares = var(T.max(T.min(wide(machine.num_ctas), worthwhile), T.int64(1)))
     share = var(T.truncdiv(units.total, shares))
-
-    @T.inline
-    def weigh(rank):
-        sums[rank] = wide(units.cost(rank)) * wide(machine.heads.value)
 
     @T.inline
     def place_inside(c):
@@ -166,8 +164,12 @@ def place_boundaries(cta, line, sums, units, machine):
             else:
                 set_boundary(line, c, units.total, units.count, 0, 0)
 
-    each(cta, units.count, weigh)
-    add_up(cta, sums, units.count)
+    add_up(
+        cta,
+        lambda rank: wide(units.cost(rank)) * wide(machine.heads.value),
+        sums,
+        units.count,
+    )
     each(cta, machine.num_ctas + 1, place)
 
 
@@ -188,27 +190,17 @@ def measure_line(cta, line, machine):
             again = T.meta_var(T.And(line.cut[c - 1] > 0, line.is_same_unit(c - 1, c)))
             assign(line.merges, line.merges + T.int64(1) - wide(again))
 
-    each(cta, machine.num_ctas, measure)
+    spread(cta, machine.num_ctas, measure)
     cta.agree([(line.max_load, largest), (line.cuts, added), (line.merges, added)])
 
 
-@T.inline
-def count_line(cta, line, counts, machine):
-    """Add up every CTA's items, pieces and units that begin to be cut, as `Parts` have them."""
-
-    @T.inline
-    def count(c):
-        whole = var((line.rank[c + 1] - line.rank[c]) * machine.heads.value)
-        stops = var(as_bit(line.cut[c + 1] > 0))
-        cut = var(as_bit(line.cut[c] > 0))
-        items = var(whole + line.head[c + 1] - line.head[c] + stops)
-        only = var(as_bit(items == 1) * cut)
-        pieces = var(as_bit(items > 0) * (cut + stops - only * stops))
-        merges = var(stops - only * stops)
-        counts.sums[c] = pack(items, pieces, merges)
-
-    each(cta, machine.num_ctas, count)
-    add_up(cta, counts.sums, machine.num_ctas)
+def count_stretch(line: Line, machine: Machine, c: Any) -> Any:
+    """Return a CTA's items, pieces and units that begin to be cut, as `Counts` have them."""
+    whole = (line.rank[c + 1] - line.rank[c]) * machine.heads.value
+    stops, cut = as_bit(line.cut[c + 1] > 0), as_bit(line.cut[c] > 0)
+    items = whole + line.head[c + 1] - line.head[c] + stops
+    both = as_bit(items == 1) * cut * stops
+    return pack(items, as_bit(items > 0) * (cut + stops - both), stops - both)
 
 
 @T.inline
@@ -250,6 +242,6 @@ def deal_line(cta, line, counts, units, rows, machine, out):
         if T.And(is_piece != 0, cut == 0):
             write_merge(out, counts.merges(c), rows, row, head, slot)
 
-    count_line(cta, line, counts, machine)
+    add_up(cta, lambda c: count_stretch(line, machine, c), counts.sums, machine.num_ctas)
     spread(cta, machine.num_ctas + 1, write_first)
     spread_shared(cta, counts.rows(machine.num_ctas), deal)

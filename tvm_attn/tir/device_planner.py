@@ -18,21 +18,23 @@ from tvm.script import tirx as T
 
 from tvm_attn.tir import device_batch as batches
 from tvm_attn.tir.device_deal import spread_shared
-from tvm_attn.tir.device_policy import Plan, deal, decide, summarise
-from tvm_attn.tir.device_units import Counts, Keys, list_units
+from tvm_attn.tir.device_policy import TABLES, Plan, deal, decide, summarise
+from tvm_attn.tir.device_units import Counts, Keys, Reciprocal, list_units
 from tvm_attn.tir.planner_deal import WorkList
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
     LENGTH_LIMIT,
-    Divisor,
     as_bit,
     assign,
     carve,
+    ceil_div,
+    div,
     scalar,
+    scope,
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import Family, KvBounds, Lengths, Machine
+from tvm_attn.tir.planner_units import Family, KvBounds, Machine
 from tvm_attn.worklist import (
     ALONE,
     ITEM_WORDS,
@@ -43,6 +45,9 @@ from tvm_attn.worklist import (
     Role,
     Status,
 )
+
+AT_ONCE = 8
+"""Page ids that a thread reads before it writes any."""
 
 UNSIZED = 1 << 27
 """Entries of an array whose size is not known here: more than it has."""
@@ -80,10 +85,12 @@ class Memory:
         low, high = (self.jobs[job, int(word) + i] for i in range(2))
         return T.shift_left(wide(high), T.int64(32)) + T.bitwise_and(wide(low), T.int64(2**32 - 1))
 
-    def rows(self, job: Any) -> list[Any]:
-        """View the tables of a family's units and pieces."""
-        words = (Job.UNIT_ROWS, Job.PIECE_ROWS)
-        return [self.array(self.jobs[job, int(word)], ITEM_WORDS) for word in words]
+    def rows(self, job: Any) -> tuple[Any, Any]:
+        """View the table of a family's units and their pieces, and return where these begin."""
+        units, pieces = (self.jobs[job, int(word)] for word in (Job.UNIT_ROWS, Job.PIECE_ROWS))
+        first_piece = scalar("int32")
+        assign(first_piece, div(pieces - units, ITEM_WORDS))
+        return self.array(units, ITEM_WORDS), first_piece
 
     def work_list(self, job: Any) -> WorkList:
         """View a family's work list."""
@@ -115,7 +122,7 @@ def choose(derived, clusters, group_size, num_kv_heads, split, takes, whole):
 
 
 @T.inline
-def plan_family(cta, memory, job, derived, scratch, problem):
+def plan_family(cta, memory, job, derived, lengths, scratch, problem):
     """Plan the work of a family."""
     jobs = T.meta_var(memory.jobs)
     group_size, num_kv_heads, split = T.meta_var(
@@ -140,40 +147,28 @@ def plan_family(cta, memory, job, derived, scratch, problem):
             T.Select(role == int(Role.REPLACED), 1 - takes, 1),
         )
     )
-    heads_reciprocal = var(memory.wide_word(job, Job.OF_HEADS))
-    granule_reciprocal = var(memory.wide_word(job, Job.OF_GRANULE))
-    group_reciprocal = var(memory.wide_word(job, Job.OF_GROUP))
     machine = T.meta_var(
         Machine(
             num_ctas,
-            Divisor(num_kv_heads, heads_reciprocal),
-            Divisor(granule, granule_reciprocal),
+            Reciprocal.of(num_kv_heads, memory.wide_word(job, Job.OF_HEADS)),
+            Reciprocal.of(granule, memory.wide_word(job, Job.OF_GRANULE)),
             overhead,
         )
     )
     row_max = var(jobs[job, int(Job.ROW_MAX)] * has_work)
     family = T.meta_var(
         Family(
-            Divisor(group_size, group_reciprocal),
+            Reciprocal.of(group_size, memory.wide_word(job, Job.OF_GROUP)),
             row_min,
             row_max,
             tile_rows,
         )
     )
-    lengths = T.meta_var(
-        Lengths(
-            derived.size,
-            derived.qo_indptr,
-            derived.kv_len,
-            derived.q_pos_offset,
-            derived.kv_pos_offset,
-        )
-    )
-    rows = T.meta_var(memory.rows(job))
+    rows, piece_rows = T.meta_var(memory.rows(job))
     out = T.meta_var(memory.work_list(job))
     plan = T.meta_var(Plan.allocate())
-    units = T.meta_var(Keys.allocate(scratch.unit_keys))
-    pieces = T.meta_var(Keys.allocate(scratch.piece_keys))
+    table = T.meta_var(Keys.allocate(scratch.keys))
+    units = T.meta_var(Keys.allocate(scratch.keys))
     parts = T.meta_var(Counts(scratch.parts))
     counts = T.meta_var(Counts(scratch.counts))
     line = T.meta_var(scratch.line())
@@ -186,19 +181,11 @@ def plan_family(cta, memory, job, derived, scratch, problem):
             )
         )
     )
-    list_units(
-        cta,
-        units,
-        rows[0],
-        scratch.sums,
-        lengths,
-        family,
-        machine,
-        is_plain,
-        problem.kv_bounds,
-    )
-    decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, own_split)
-    deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room)
+    assign(table.first, 0)
+    assign(table.spare, div(scratch.keys.shape[0], TABLES))
+    list_units(cta, table, rows, lengths, family, machine, is_plain, problem.kv_bounds)
+    decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, own_split)
+    deal(cta, plan, table, units, rows, parts, line, counts, machine, out, room)
     if cta.is_first():
         summarise(plan, memory.array(jobs[job, int(Job.HEADER)]))
 
@@ -217,17 +204,27 @@ class Problem:
 
 @T.inline
 def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
-    """Copy page ids, and note the first that is negative or that the cache does not have."""
+    """Copy page ids, and note the first that is negative or that the cache does not have.
+
+    A thread reads several at once, from parts of the array that follow one another.
+    """
     worst = var(0)
+    pages = T.alloc_buffer((AT_ONCE,), "int32", scope=scope())
+    part = var(ceil_div(count, AT_ONCE))
 
     @T.inline
-    def copy_page(i):
-        page = var(kv_indices[i])
-        copied[i] = page
-        if T.Or(page < 0, page >= num_pages):
-            assign(worst, T.max(worst, INT32_MAX - i))
+    def copy_group(i):
+        for k in T.unroll(AT_ONCE):
+            at = T.meta_var(k * part + i)
+            pages[k] = T.if_then_else(at < count, kv_indices[at], 0)
+        for k in T.unroll(AT_ONCE):
+            at = T.meta_var(k * part + i)
+            if at < count:
+                copied[at] = pages[k]
+                if T.Or(pages[k] < 0, pages[k] >= num_pages):
+                    assign(worst, T.max(worst, INT32_MAX - at))
 
-    spread_shared(cta, count, copy_page)
+    spread_shared(cta, part, copy_group)
     if worst > 0:
         cta.raise_to(first_bad, worst)
 
@@ -244,9 +241,11 @@ def plan_jobs(cta, batch, kv_indices, given, memory, problem, derived, scratch, 
     if derived.fault != T.int64(batches.NO_FAULT):
         batches.replace(cta, problem.limits, derived)
     else:
-        batches.derive(cta, batch, given, derived)
+        if job == 0:
+            batches.derive(cta, batch, given, derived)
+    lengths = T.meta_var(batches.GivenLengths(batch, given, derived))
     while job < stop:
-        plan_family(cta, memory, job, derived, scratch, problem)
+        plan_family(cta, memory, job, derived, lengths, scratch, problem)
         cta.meet()
         job = job + 1
     if T.Or(not batch.paged, bad != T.int64(batches.NO_FAULT)):

@@ -20,7 +20,8 @@ from tvm_attn.tir.device_deal import (
     place_boundaries,
     write_merges,
 )
-from tvm_attn.tir.device_units import count_parts, cut_units
+from tvm_attn.tir.device_units import count_parts, cut_units, keep, sort_longest_first
+from tvm_attn.tir.parallel import add_up
 from tvm_attn.tir.planner import is_uneven
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
@@ -35,20 +36,21 @@ from tvm_attn.tir.planner_ints import (
 )
 from tvm_attn.tir.planner_line import Line
 from tvm_attn.tir.planner_units import Longest, Machine, Multiples
-from tvm_attn.worklist import Header
+from tvm_attn.worklist import Header, Item
 
 NONE, UNITS, PIECES, LINE = range(4)
 """What a plan deals: nothing yet, whole units or their pieces back and forth, a line."""
 
+TABLES = 3
+"""Units, their pieces, and what is to spare."""
+
 
 @dataclass(frozen=True)
 class Scratch:
-    """Arrays of a CTA's own: int64 for so many rows, and for so many CTAs; int32 for CTAs."""
+    """Arrays of a CTA's own: int64 for `TABLES` and of all units, and for CTAs; int32 for CTAs."""
 
-    unit_keys: Any
-    piece_keys: Any
+    keys: Any
     parts: Any
-    sums: Any
     at: Any
     counts: Any
     rank: Any
@@ -83,7 +85,8 @@ def carve_scratch(
 ) -> Scratch:
     """Take arrays for so many rows and CTAs."""
     return Scratch(
-        *(carve_int64(rows + 1) for _ in range(4)),
+        carve_int64(TABLES * (rows + 1)),
+        carve_int64(rows + 1),
         *(carve_int64(ctas + 1) for _ in range(2)),
         *(carve_int32(ctas + 1) for _ in range(3)),
     )
@@ -106,79 +109,133 @@ def heads_times(count: Any, machine: Machine) -> Any:
 
 
 @T.inline
-def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, spare):
-    """Cut long units, or all with a fixed split, and settle for that if it is better."""
+def try_table(cta, plan, table, kind, machine, slots, merges):
+    """Sort a table, and settle for dealing it unless the plan in hand is as good."""
+    load = var(T.int64(0))
+    sort_longest_first(cta, table)
+    measure_snake(cta, table, machine, load)
+    if T.Or(plan.kind == NONE, load < plan.max_load):
+        items = T.meta_var(heads_times(table.count, machine))
+        settle(plan, kind, load, table.total, items, slots, merges)
+
+
+def kv_range(rows: Any, row: Any) -> tuple[Any, Any]:
+    """Return where the KV range of a row begins and ends."""
+    return rows[row, int(Item.KV_BEGIN)], rows[row, int(Item.KV_END)]
+
+
+def parts_of_long(rule: Longest, granules: Any) -> Any:
+    """Return in how many parts units longer than a share are cut: others take no division."""
+    is_long = wide(granules + rule.machine.overhead) > rule.share
+    return T.if_then_else(is_long, rule.parts(0, 0, 0, granules), 1)
+
+
+@T.inline
+def cut_table(
+    cta, table, units, rows, piece_rows, parts, machine, split, slots, merges, is_few
+):
+    """Cut long units, or all with a fixed split, unless that makes too many pieces."""
     is_fixed = T.meta_var(split > 0)
     share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
     by_split = T.meta_var(Multiples(T.max(T.min(split, LENGTH_LIMIT), 1)))
     by_share = T.meta_var(Longest(machine, share))
+    most = var(0)
+
     count_parts(
         cta,
         units,
-        rows[0],
         parts,
         machine,
-        lambda *args: T.if_then_else(is_fixed, by_split.parts(*args), by_share.parts(*args)),
+        lambda unit, granules: T.if_then_else(
+            is_fixed,
+            by_split.parts(unit, *kv_range(rows, unit), granules),
+            parts_of_long(by_share, granules),
+        ),
+        most,
     )
-    slots = var(heads_times(parts.slots(units.count), machine))
-    is_few = T.meta_var(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas)))
-    if T.Or(is_fixed, is_few):
+    slots = heads_times(most, machine)
+    assign(is_few, as_bit(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))))
+    if T.Or(is_fixed, is_few != 0):
+        assign(is_few, 1)
+        add_up(cta, lambda unit: parts.sums[unit], parts.sums, units.count)
+        assign(table.first, (TABLES - 1) * (units.keys.shape[0] // TABLES))
         cut_units(
             cta,
             units,
-            rows[0],
+            rows,
             parts,
-            pieces,
-            rows[1],
-            spare,
+            table,
+            piece_rows,
             machine,
             lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
         )
-        measure_snake(cta, pieces, machine, load)
-        if T.Or(plan.kind == NONE, load < plan.max_load):
-            merges = T.meta_var(heads_times(parts.merges(units.count), machine))
-            count = T.meta_var(heads_times(pieces.count, machine))
-            settle(plan, PIECES, load, pieces.total, count, slots, merges)
+        slots = heads_times(parts.slots(units.count), machine)
+        merges = heads_times(parts.merges(units.count), machine)
+
+
+def heads_times(count: Any, machine: Machine) -> Any:
+    """Return so many in every head."""
+    return wide(count) * wide(machine.heads.value)
 
 
 @T.inline
-def decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, split):
-    """Settle for a plan: the policy."""
+def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, split):
+    """Settle for a plan: the policy. The table holds the units at first, and its pieces at last."""
     is_whole = var(as_bit(split >= LENGTH_LIMIT))
-    load = var(T.int64(0))
+    is_fixed = var(as_bit(T.And(split > 0, is_whole == 0)))
+    kind = var(UNITS)
+    slots = var(T.int64(0))
+    merges = var(T.int64(0))
+    is_few = var(0)
     settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
-    if T.Or(split == 0, is_whole != 0):
-        measure_snake(cta, units, machine, load)
-        items = T.meta_var(heads_times(units.count, machine))
-        settle(plan, UNITS, load, units.total, items, T.int64(0), T.int64(0))
-    if is_whole == 0:
-        if T.Or(split > 0, is_uneven(plan, machine)):
-            try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, scratch.sums)
-        if T.And(split == 0, is_uneven(plan, machine)):
-            place_boundaries(cta, line, scratch.sums, units, machine)
-            measure_line(cta, line, machine)
-            if line.max_load < plan.max_load:
-                settle(
-                    plan,
-                    LINE,
-                    line.max_load,
-                    units.total + line.cuts * wide(machine.overhead),
-                    heads_times(units.count, machine) + line.cuts,
-                    line.cuts + line.merges,
-                    line.merges,
+    while kind != LINE:
+        if T.Or(kind == PIECES, is_fixed == 0):
+            try_table(cta, plan, table, kind, machine, slots, merges)
+        assign(is_few, 0)
+        if kind == UNITS:
+            keep(units, table)
+            if T.And(is_whole == 0, T.Or(is_fixed != 0, is_uneven(plan, machine))):
+                cut_table(
+                    cta,
+                    table,
+                    units,
+                    rows,
+                    piece_rows,
+                    parts,
+                    machine,
+                    split,
+                    slots,
+                    merges,
+                    is_few,
                 )
+        kind = T.Select(is_few != 0, PIECES, LINE)
+    if T.And(split == 0, is_uneven(plan, machine)):
+        assign(units.spare, table.spare)
+        place_boundaries(cta, line, units, machine)
+        measure_line(cta, line, machine)
+        if line.max_load < plan.max_load:
+            settle(
+                plan,
+                LINE,
+                line.max_load,
+                units.total + line.cuts * wide(machine.overhead),
+                heads_times(units.count, machine) + line.cuts,
+                line.cuts + line.merges,
+                line.merges,
+            )
 
 
 @T.inline
-def deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room):
+def deal(cta, plan, table, units, rows, parts, line, counts, machine, out, room):
     """Write the work list that was settled for."""
-    if plan.kind == UNITS:
-        deal_snake(cta, units, rows[0], machine, out)
-    if plan.kind == PIECES:
-        deal_snake(cta, pieces, rows[1], machine, out)
-        write_merges(cta, parts, units, rows[0], machine, out)
     if plan.kind == LINE:
-        deal_line(cta, line, counts, units, rows[0], machine, out)
+        deal_line(cta, line, counts, units, rows, machine, out)
+    else:
+        if plan.kind == UNITS:
+            keep(table, units)
+        deal_snake(cta, table, rows, machine, out)
+        if plan.kind == PIECES:
+            write_merges(cta, parts, units.count, rows, machine, out)
     close_merges(cta, out, plan, room)
 
 

@@ -1,7 +1,7 @@
 """Units of work on a device, and the pieces they are cut in: by the threads of a CTA.
 
-The tables are those of `tvm_attn.tir.planner_units`, row for row. A row's cost and number are a key
-that is sorted, so that `Keys` have the rows longest first.
+The pieces are those of `tvm_attn.tir.planner_units`. What is sorted are keys, a row's cost and its
+number; a unit that is not cut has the same row among the pieces.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, least, sort
+from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, least, spread
 from tvm_attn.tir.planner_deal import put
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
+    Divisor,
     as_bit,
     assign,
     high_word,
@@ -24,7 +25,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import visible
+from tvm_attn.tir.planner_units import Family, visible
 from tvm_attn.worklist import NO_SLOT, Item
 
 COUNT_BITS = 21
@@ -33,16 +34,44 @@ COUNT_BITS = 21
 HALF_WORDS = 4
 """Words of a row that are moved at once."""
 
+MOST_PARTS = 1 << 16
+"""As many parts of a unit as any more, where it is asked whether there are few."""
+
+
+@dataclass(frozen=True)
+class Reciprocal(Divisor):
+    """A divisor on a device: `shift` is the least with ``value <= 1 << shift``."""
+
+    shift: Any
+
+    def div(self, a: Any) -> Any:
+        """Quotient, rounded down: the upper half of a product, shifted."""
+        twice = T.shift_left(T.cast(a, "uint32"), T.uint32(1))
+        product = T.cast(twice, "uint64") * T.cast(T.cast(self.reciprocal, "uint32"), "uint64")
+        upper = T.cast(T.shift_right(product, T.uint64(32)), "uint32")
+        return T.cast(T.shift_right(upper, T.cast(self.shift, "uint32")), "int32")
+
+    @staticmethod
+    def of(value: Any, reciprocal: Any) -> Reciprocal:
+        """Return a divisor, given a reciprocal as of `Divisor`."""
+        made = Reciprocal(value, scalar("int64"), scalar("int32"))
+        assign(made.reciprocal, reciprocal)
+        assign(made.shift, 31 - T.clz(2 * value - 1))
+        return made
+
 
 @dataclass(frozen=True)
 class Keys:
-    """Rows of a table longest first, equally long ones in their order.
+    """Rows of a table, once they are sorted longest first, equally long ones in their order.
 
-    ``keys`` is an int64 array. The rest are variables: `count` of rows, `total` cost over all heads
-    (int64), cost of the `longest` and `shortest` row.
+    ``keys`` is an int64 array. The rest are variables: where in it the keys begin (`first`), and
+    where there is as much room to `spare`; `count` of rows, `total` cost over all heads (int64),
+    cost of the `longest` and `shortest` row.
     """
 
     keys: Any
+    first: Any
+    spare: Any
     count: Any
     total: Any
     longest: Any
@@ -51,15 +80,32 @@ class Keys:
     @staticmethod
     def allocate(keys: Any) -> Keys:
         """Allocate the variables."""
-        return Keys(keys, *(scalar(dtype) for dtype in ("int32", "int64", "int32", "int32")))
+        dtypes = ("int32", "int32", "int32", "int64", "int32", "int32")
+        return Keys(keys, *(scalar(dtype) for dtype in dtypes))
+
+    def key(self, i: Any) -> Any:
+        """Key of the ``i``-th row."""
+        return self.keys[self.first + i]
 
     def row(self, i: Any) -> Any:
         """Row that is ``i``-th longest."""
-        return low_word(self.keys[i])
+        return low_word(self.key(i))
 
     def cost(self, i: Any) -> Any:
         """Cost of that row."""
-        return INT32_MAX - high_word(self.keys[i])
+        return cost_of(self.key(i))
+
+    def room(self, begin: Any) -> Any:
+        """View the array from a place on."""
+        keys = self.keys
+        return T.decl_buffer(
+            keys.shape, "int64", data=keys.data, elem_offset=keys.elem_offset + begin
+        )
+
+
+def cost_of(key: Any) -> Any:
+    """Return the cost of a row with a key."""
+    return INT32_MAX - high_word(key)
 
 
 def key_of(cost: Any, row: Any) -> Any:
@@ -121,12 +167,11 @@ def write_row(
 
 
 @T.inline
-def sort_longest_first(cta, table, machine, spare):
-    """Complete the totals of a table whose rows are all written, and sort its keys."""
-    cta.agree([(table.total, added), (table.longest, largest), (table.shortest, least)])
-    table.total = table.total * wide(machine.heads.value)
+def sort_longest_first(cta, table):
+    """Sort a table, whose totals are known."""
     if table.shortest < table.longest:
-        sort(cta, table.keys, spare, table.count)
+        low, high = T.meta_var((INT32_MAX - table.longest, INT32_MAX - table.shortest))
+        cta.sort(cta, table.keys, table.first, table.spare, table.count, low, high)
 
 
 @T.inline
@@ -138,27 +183,42 @@ def begin_table(table, count):
     assign(table.shortest, INT32_MAX)
 
 
+def keep(kept: Keys, table: Keys) -> None:
+    """Keep what is said of a table, whose keys stay where they are."""
+    for name in ("first", "spare", "count", "total", "longest", "shortest"):
+        assign(getattr(kept, name), getattr(table, name))
+
+
 @T.inline
-def note_cost(table, row, cost):
-    """Note the cost of a row."""
-    table.keys[row] = key_of(cost, row)
+def note_cost(table, i, cost, row):
+    """Note that the ``i``-th row has a cost."""
+    table.keys[table.first + i] = key_of(cost, row)
     assign(table.total, table.total + wide(cost))
     assign(table.longest, T.max(table.longest, cost))
     assign(table.shortest, T.min(table.shortest, cost))
 
 
 @T.inline
-def list_units(cta, units, rows, sums, lengths, family, machine, is_plain, kv_bounds):
-    """List the units of the family's requests with the KV range each sees, longest first.
+def end_table(cta, table, machine):
+    """Complete the totals of a table once all costs are noted; all threads meet."""
+    cta.agree([(table.total, added), (table.longest, largest), (table.shortest, least)])
+    table.total = table.total * wide(machine.heads.value)
+
+
+def tiles_of(family: Family, lengths: Any, request: Any) -> Any:
+    """Return the query tiles of a request that the family takes."""
+    rows = lengths.qo_len(request) * family.group.value
+    is_own = T.And(rows >= family.row_min, rows <= family.row_max)
+    return wide(T.if_then_else(is_own, family.tiles(rows), 0))
+
+
+@T.inline
+def list_units(cta, units, rows, lengths, family, machine, is_plain, kv_bounds):
+    """List the units of the family's requests with the KV range each sees.
 
     If `is_plain` is not 0, each request is known to be one of its units.
     """
-
-    @T.inline
-    def count_tiles(request):
-        of_request = var(lengths.qo_len(request) * family.group.value)
-        is_own = T.meta_var(T.And(of_request >= family.row_min, of_request <= family.row_max))
-        sums[request] = wide(T.if_then_else(is_own, family.tiles(of_request), 0))
+    sums = T.meta_var(units.room(units.spare))
 
     @T.inline
     def list_unit(unit):
@@ -177,62 +237,74 @@ def list_units(cta, units, rows, sums, lengths, family, machine, is_plain, kv_bo
             begin = 0
             end = 0
         write_row(rows, unit, (request, 0, row_begin, row_end), (begin, end), (NO_SLOT, 0))
-        note_cost(units, unit, machine.cost(begin, end))
+        note_cost(units, unit, machine.cost(begin, end), unit)
 
     begin_table(units, lengths.count)
     if is_plain == 0:
-        each(cta, lengths.count, count_tiles)
-        add_up(cta, sums, lengths.count)
+        add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count)
         units.count = low_word(sums[lengths.count])
-    each(cta, units.count, list_unit)
-    sort_longest_first(cta, units, machine, sums)
+    spread(cta, units.count, list_unit)
+    end_table(cta, units, machine)
 
 
 @T.inline
-def count_parts(cta, units, rows, parts, machine, parts_of):
-    """Find in how many parts every unit is cut."""
+def count_parts(cta, units, parts, machine, parts_of, most):
+    """Find in how many parts every unit is cut, and how many there are of those cut (`most`)."""
 
     @T.inline
-    def count_unit(unit):
-        begin = var(rows[unit, int(Item.KV_BEGIN)])
-        end = var(rows[unit, int(Item.KV_END)])
-        granules = var(machine.cost(begin, end) - machine.overhead)
-        count = var(parts_of(unit, begin, end, granules))
+    def count_unit(i):
+        key = var(units.key(i))
+        unit = var(low_word(key))
+        count = var(parts_of(unit, cost_of(key) - machine.overhead))
         is_cut = var(as_bit(count > 1))
         parts.sums[unit] = pack(count, is_cut * count, is_cut)
+        assign(most, most + is_cut * T.min(count, MOST_PARTS))
 
-    each(cta, units.count, count_unit)
-    add_up(cta, parts.sums, units.count)
+    assign(most, 0)
+    spread(cta, units.count, count_unit)
+    cta.agree([(most, added)])
 
 
 @T.inline
-def cut_units(cta, units, rows, parts, pieces, piece_rows, sums, machine, edge_of):
-    """Cut every unit in its parts: rows in a row; slots, head after head, are consecutive."""
+def cut_units(cta, units, rows, parts, pieces, piece_rows, machine, edge_of):
+    """Cut units in their parts, which are rows from `piece_rows` on; others stay as they are.
+
+    Pieces are in the order of units and KV ranges. Slots, head after head, are consecutive.
+    """
 
     @T.inline
-    def cut(piece):
+    def leave(i):
+        key = var(units.key(i))
+        unit = var(low_word(key))
+        at = var(parts.rows(unit))
+        if parts.rows(unit + 1) - at == 1:
+            note_cost(pieces, at, cost_of(key), unit)
+
+    @T.inline
+    def cut(slot):
         unit = var(0)
-        find_last(parts.rows, units.count + 1, piece, unit)
+        find_last(parts.slots, units.count + 1, slot, unit)
         begin = var(rows[unit, int(Item.KV_BEGIN)])
         end = var(rows[unit, int(Item.KV_END)])
         granules = var(machine.cost(begin, end) - machine.overhead)
-        part = var(piece - parts.rows(unit))
-        count = var(parts.rows(unit + 1) - parts.rows(unit))
-        is_cut = var(as_bit(count > 1))
+        first = var(parts.slots(unit))
+        part = var(slot - first)
+        count = var(parts.slots(unit + 1) - first)
         left = var(
             T.if_then_else(part > 0, T.min(edge_of(begin, granules, part, count), end), begin)
         )
         right = var(T.min(edge_of(begin, granules, part + 1, count), end))
-        slot = var(T.Select(is_cut != 0, parts.slots(unit) * machine.heads.value + part, NO_SLOT))
+        row = var(piece_rows + slot)
         write_row(
-            piece_rows,
-            piece,
+            rows,
+            row,
             [rows[unit, word] for word in range(HALF_WORDS)],
             (left, right),
-            (slot, is_cut * count),
+            (first * machine.heads.value + part, count),
         )
-        note_cost(pieces, piece, machine.cost(left, right))
+        note_cost(pieces, parts.rows(unit) + part, machine.cost(left, right), row)
 
     begin_table(pieces, parts.rows(units.count))
-    each(cta, pieces.count, cut)
-    sort_longest_first(cta, pieces, machine, sums)
+    spread(cta, units.count, leave)
+    spread(cta, parts.slots(units.count), cut)
+    end_table(cta, pieces, machine)

@@ -1,0 +1,115 @@
+"""Sorting by a CTA: stable, from the lowest digit of the keys up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_attn.schedules.primitives.shapes import WARP
+from tvm_attn.tir.parallel import each
+from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, high_word, low_word, var, wide
+
+DIGIT_BITS = 8
+BINS = 1 << DIGIT_BITS
+"""Of each warp, in 16 bits: how many of its keys have a digit, then where the next of them goes."""
+
+ALIKE = f"""
+__device__ __forceinline__ int lanes_alike(int digit, int is_there) {{
+  unsigned int alike = __ballot_sync(~0u, is_there);
+  #pragma unroll
+  for (int bit = 0; bit < {DIGIT_BITS}; bit++) {{
+    unsigned int votes = __ballot_sync(~0u, digit >> bit & 1);
+    alike &= digit >> bit & 1 ? votes : ~votes;
+  }}
+  return alike;
+}}
+"""
+COUNT = "__device__ __forceinline__ int count_bits(int word) { return __popc(word); }\n"
+SYNC = "__device__ __forceinline__ void meet_in_warp() { __syncwarp(); }\n"
+
+
+def lanes_alike(digit: Any, is_there: Any) -> Any:
+    """Return the lanes, as bits, that have a key with the same digit."""
+    return T.cuda.func_call(
+        "lanes_alike", digit, is_there, source_code=ALIKE, return_type="int32"
+    )
+
+
+def count_bits(word: Any) -> Any:
+    """Return how many bits are set."""
+    return T.cuda.func_call("count_bits", word, source_code=COUNT, return_type="int32")
+
+
+def meet_in_warp() -> None:
+    """Wait for all lanes."""
+    T.evaluate(T.cuda.func_call("meet_in_warp", source_code=SYNC, return_type="void"))
+
+
+@T.inline
+def visit_keys(cta, keys, first, count, low, shift, visit):
+    """Give each key a number among its warp's with that digit: warps have keys in a row."""
+    turns = var(ceil_div(count, cta.threads))
+    for turn in T.serial(turns):
+        i = var((cta.warp * turns + turn) * WARP + cta.lane)
+        is_there = var(as_bit(i < count))
+        key = var(keys[first + T.min(i, count - 1)])
+        digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
+        alike = var(lanes_alike(digit, is_there))
+        before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
+        place = var(cta.warp * BINS + digit)
+        held = var(T.cast(cta.bins[place], "int32"))
+        meet_in_warp()
+        if is_there != 0:
+            visit(held + before, key)
+            if before == 0:
+                cta.bins[place] = T.cast(held + count_bits(alike), "uint16")
+        meet_in_warp()
+
+
+@T.inline
+def open_bins(cta):
+    """Replace the counts of the warps by where the first key of each warp and digit goes."""
+    total = var(0)
+    if cta.thread < BINS:
+        for warp in T.unroll(cta.threads // WARP):
+            total = total + T.cast(cta.bins[warp * BINS + cta.thread], "int32")
+    cta.partial[cta.thread] = wide(total)
+    cta.add_up_partials(cta)
+    if cta.thread < BINS:
+        assign(total, low_word(cta.partial[cta.thread]))
+        for warp in T.unroll(cta.threads // WARP):
+            held = var(T.cast(cta.bins[warp * BINS + cta.thread], "int32"))
+            cta.bins[warp * BINS + cta.thread] = T.cast(total, "uint16")
+            total = total + held
+    cta.meet()
+
+
+@T.inline
+def sort(cta, keys, first, spare, count, low, high):
+    """Sort int64 keys by their upper halves; `first` and `spare` are swapped on the way."""
+    left = var(high - low)
+    shift = var(0)
+
+    @T.inline
+    def count_key(place, key):
+        pass
+
+    @T.inline
+    def move(place, key):
+        keys[spare + place] = key
+
+    while left > 0:
+        for turn in T.serial(BINS // WARP):
+            cta.bins[cta.warp * BINS + turn * WARP + cta.lane] = T.uint16(0)
+        meet_in_warp()
+        visit_keys(cta, keys, first, count, low, shift, count_key)
+        cta.meet()
+        open_bins(cta)
+        visit_keys(cta, keys, first, count, low, shift, move)
+        cta.meet()
+        begin = var(first)
+        assign(first, spare)
+        assign(spare, begin)
+        assign(left, T.shift_right(left, DIGIT_BITS))
+        assign(shift, shift + DIGIT_BITS)
