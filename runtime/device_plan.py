@@ -116,7 +116,7 @@ class DevicePlanner:
         limits = terms.limits
         pages = limits.max_kv_tokens // (spec.page_size or 1)
         arrays = (bsr.kv_indices, bsr.kv_last_page_len, bsr.q_pos_offset, bsr.kv_pos_offset)
-        copiers = min(-(-pages // COPIED_PAGES), MOST_COPIERS) if spec.is_paged else 0
+        copiers = max(min(-(-pages // COPIED_PAGES), MOST_COPIERS), 1) if spec.is_paged else 1
         self._launch(
             *(bsr.qo_indptr, bsr.kv_indptr),
             *(none if array is None else array for array in arrays),

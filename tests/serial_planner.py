@@ -46,9 +46,7 @@ def add_up_partials(cta: Any) -> None:
 
 
 @T.inline
-def sort(
-    cta: Any, keys: Any, first: Any, spare: Any, count: Any, low: Any, high: Any
-) -> None:
+def sort(cta: Any, keys: Any, first: Any, spare: Any, count: Any, low: Any, high: Any) -> None:
     """Sort keys by their upper halves: put each where it belongs among those before."""
     for i in T.serial(count):
         key = var(keys[first + i])
@@ -77,11 +75,24 @@ class SerialCta:
     publish: Any = publish
     sort: Any = sort
 
-    def turns(self, count: Any) -> Any:
-        return count
+    def _numbers(self, count: Any, first: Any, step: Any) -> tuple[Any, Any]:
+        back = self.backward != 0
+        return T.Select(back, count - 1 - first, first), T.Select(back, -step, step)
 
-    def index(self, turn: Any, count: Any) -> Any:
-        return T.Select(self.backward != 0, count - 1 - turn, turn)
+    def own(self, count: Any) -> tuple[Any, Any]:
+        return self._numbers(count, 0, 1)
+
+    def shared(self, count: Any) -> tuple[Any, Any]:
+        return self._numbers(count, self.planner, self.planners)
+
+    def lists(self, count: Any, bits: Any) -> tuple[Any, Any]:
+        return self.shared(count)
+
+    def entries(self, count: Any, bits: Any) -> tuple[Any, Any]:
+        return self.own(count)
+
+    def is_inside(self, i: Any, count: Any) -> Any:
+        return T.And(i >= 0, i < count)
 
     def meet(self) -> None:
         """Nobody is late."""
@@ -93,7 +104,7 @@ class SerialCta:
         """There is nobody to disagree."""
 
     def is_first(self) -> Any:
-        return self.planner == 0
+        return self.planner == self.planners - 1
 
     def raise_to(self, words: Any, value: Any) -> None:
         store(words, 0, T.max(words[0], value))

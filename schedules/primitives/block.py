@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.block_sort import sort
-from tvm_attn.schedules.primitives.fragments import ALL_LANES
+from tvm_attn.schedules.primitives.lanes import Combine, Expr, add_up_lanes, agree_in_warp
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.parallel import added, largest, least
-from tvm_attn.tir.planner_ints import INT32_MAX, assign, ceil_div, low_word, scalar, store, var, wide
+from tvm_attn.tir.parallel import added
+from tvm_attn.tir.planner_ints import assign, store, var, wide
 
-Expr = Any
-Combine = Callable[[Any, Any], Any]
 Total = tuple[Any, Combine]
 
 THREADS = 512
 WARPS = THREADS // WARP
-LANE_BITS = WARP.bit_length() - 1
 MOST_TOTALS = 6
 """Variables that are agreed on at once."""
 RESULTS = MOST_TOTALS * WARPS
 COMMON = 2 * RESULTS + 1
 """Words that warps tell one another, twice: who is late reads the ones while others write the next.
 The last says whether a CTA is the last."""
-
-REDUCTIONS: dict[Combine, str] = {largest: "max", least: "min", added: "add"}
-"""What a warp does with int32 in one instruction."""
-NEUTRAL: dict[Combine, int] = {largest: 0, least: INT32_MAX, added: 0}
-"""What changes no total of numbers that are not negative."""
-CHUNK_BITS = 21
-"""Bits of an int64 that are added up at once."""
 
 PREFETCH = """
 __device__ __forceinline__ void prefetch(int* row) {
@@ -44,48 +34,6 @@ __device__ __forceinline__ void prefetch(int* row) {
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
 """
-
-
-def from_below(value: Expr, lanes: int) -> Expr:
-    """Return the value of the lane so many below."""
-    return T.cuda.__shfl_up_sync(T.uint32(ALL_LANES), value, lanes, WARP)
-
-
-def of_warp(value: Expr, combine: Combine) -> Expr:
-    """Combine an int32 of all lanes."""
-    name = REDUCTIONS[combine]
-    source = f"__device__ int {name}_of_warp(int x) {{ return __reduce_{name}_sync(~0u, x); }}\n"
-    return T.cuda.func_call(f"{name}_of_warp", value, source_code=source, return_type="int32")
-
-
-def agree_in_warp(variable: Any, combine: Combine) -> None:
-    """Combine a variable of all lanes, to the same in each; int64 ones are not negative."""
-    if str(variable.ty) == "int32":
-        assign(variable, of_warp(variable, combine))
-    elif combine is added:
-        chunks = [
-            T.shift_right(variable, T.int64(at)) & T.int64((1 << CHUNK_BITS) - 1)
-            for at in range(0, 3 * CHUNK_BITS, CHUNK_BITS)
-        ]
-        low, middle, high = (wide(of_warp(low_word(chunk), added)) for chunk in chunks)
-        upper = T.shift_left(high, T.int64(CHUNK_BITS)) + middle
-        assign(variable, T.shift_left(upper, T.int64(CHUNK_BITS)) + low)
-    else:
-        upper, lower = scalar("int32"), scalar("int32")
-        assign(upper, of_warp(low_word(T.shift_right(variable, T.int64(31))), combine))
-        is_first = T.shift_right(variable, T.int64(31)) == wide(upper)
-        assign(lower, low_word(T.bitwise_and(variable, T.int64(INT32_MAX))))
-        assign(lower, of_warp(T.Select(is_first, lower, NEUTRAL[combine]), combine))
-        assign(variable, T.shift_left(wide(upper), T.int64(31)) + wide(lower))
-
-
-@T.inline
-def add_up_lanes(variable, lane):
-    """Add the values of the lanes below to a lane's own."""
-    for bit in T.unroll(LANE_BITS):
-        below = var(from_below(variable, T.shift_left(1, bit)))
-        if lane >= T.shift_left(1, bit):
-            variable = variable + below
 
 
 @T.inline
@@ -119,7 +67,7 @@ def add_up_partials(cta):
     own = var(cta.partial[cta.thread])
     total = var(own)
     add_up_lanes(total, cta.lane)
-    assign(cta.turn, RESULTS - cta.turn)
+    cta.turn_over()
     if cta.lane == WARP - 1:
         cta.common[cta.turn + cta.warp] = total
     cta.meet()
@@ -134,7 +82,7 @@ class Block:
 
     ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
     ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable: which
-    words of ``common`` were written last. ``bins`` are for sorting.
+    words of ``common`` were written last. ``bins`` are for sorting (`block_sort`).
     """
 
     thread: Expr
@@ -154,13 +102,27 @@ class Block:
     publish: Any = publish
     sort: Any = sort
 
-    def turns(self, count: Expr) -> Expr:
-        """How often each thread has a number below `count`."""
-        return ceil_div(count, THREADS)
+    def own(self, count: Expr) -> tuple[Expr, Expr]:
+        """Return the first number that a thread visits, and the step to the next."""
+        return self.thread, THREADS
 
-    def index(self, turn: Expr, count: Expr) -> Expr:
-        """Return a thread's number in its turn."""
-        return turn * THREADS + self.thread
+    def shared(self, count: Expr) -> tuple[Expr, Expr]:
+        """Return the same of what CTAs share."""
+        return self.planner * THREADS + self.thread, self.planners * THREADS
+
+    def lists(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
+        """Return the same of groups of ``2**bits`` threads, of all CTAs."""
+        groups = T.shift_right(THREADS, bits)
+        return self.planner * groups + T.shift_right(self.thread, bits), self.planners * groups
+
+    def entries(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
+        """Return the same of the threads of a group."""
+        size = T.shift_left(1, bits)
+        return T.bitwise_and(self.thread, size - 1), size
+
+    def is_inside(self, i: Expr, count: Expr) -> Expr:
+        """Whether a thread goes on with a number."""
+        return i < count
 
     def meet(self) -> None:
         """Wait for all threads."""
@@ -173,9 +135,20 @@ class Block:
         )
         T.evaluate(call)
 
+    @property
+    def pairs_of_bins(self) -> Expr:
+        """The bins, two in each int32."""
+        bins = self.bins
+        shape = (bins.shape[0] // 2,)
+        return T.decl_buffer(shape, "int32", data=bins.data, elem_offset=bins.elem_offset // 2)
+
+    def turn_over(self) -> None:
+        """Tell one another something else now."""
+        assign(self.turn, RESULTS - self.turn)
+
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
-        assign(self.turn, RESULTS - self.turn)
+        self.turn_over()
         for place, (variable, combine) in enumerate(totals):
             agree_in_warp(variable, combine)
             with T.If(self.lane == 0), T.Then():
@@ -189,8 +162,8 @@ class Block:
             agree_in_warp(variable, combine)
 
     def is_first(self) -> Expr:
-        """Whether this is the one thread that writes what all know."""
-        return T.And(self.planner == 0, self.thread == 0)
+        """Whether this is the one thread that writes what all know: one with little else to do."""
+        return T.And(self.planner == self.planners - 1, self.thread == THREADS - 1)
 
     def raise_to(self, words: Any, value: Expr) -> None:
         """Make a word of memory at least as large as a value."""

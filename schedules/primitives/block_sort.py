@@ -6,8 +6,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_attn.schedules.primitives.lanes import add_up_lanes, agree_in_warp
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.parallel import each
+from tvm_attn.tir.parallel import added
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, high_word, low_word, var, wide
 
 DIGIT_BITS = 8
@@ -31,9 +32,7 @@ SYNC = "__device__ __forceinline__ void meet_in_warp() { __syncwarp(); }\n"
 
 def lanes_alike(digit: Any, is_there: Any) -> Any:
     """Return the lanes, as bits, that have a key with the same digit."""
-    return T.cuda.func_call(
-        "lanes_alike", digit, is_there, source_code=ALIKE, return_type="int32"
-    )
+    return T.cuda.func_call("lanes_alike", digit, is_there, source_code=ALIKE, return_type="int32")
 
 
 def count_bits(word: Any) -> Any:
@@ -50,10 +49,12 @@ def meet_in_warp() -> None:
 def visit_keys(cta, keys, first, count, low, shift, visit):
     """Give each key a number among its warp's with that digit: warps have keys in a row."""
     turns = var(ceil_div(count, cta.threads))
-    for turn in T.serial(turns):
-        i = var((cta.warp * turns + turn) * WARP + cta.lane)
-        is_there = var(as_bit(i < count))
-        key = var(keys[first + T.min(i, count - 1)])
+    begin = var(cta.warp * turns * WARP)
+    end = var(T.min(begin + turns * WARP, count))
+    while begin < end:
+        i = var(begin + cta.lane)
+        is_there = var(as_bit(i < end))
+        key = var(keys[first + T.min(i, end - 1)])
         digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
         alike = var(lanes_alike(digit, is_there))
         before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
@@ -65,23 +66,35 @@ def visit_keys(cta, keys, first, count, low, shift, visit):
             if before == 0:
                 cta.bins[place] = T.cast(held + count_bits(alike), "uint16")
         meet_in_warp()
+        begin = begin + WARP
 
 
 @T.inline
 def open_bins(cta):
-    """Replace the counts of the warps by where the first key of each warp and digit goes."""
+    """Replace the counts of the warps by where the first key of each warp and digit goes.
+
+    Every thread has a digit, as long as there are digits.
+    """
     total = var(0)
-    if cta.thread < BINS:
+    ahead = var(0)
+    cta.turn_over()
+    if cta.warp < BINS // WARP:
         for warp in T.unroll(cta.threads // WARP):
             total = total + T.cast(cta.bins[warp * BINS + cta.thread], "int32")
-    cta.partial[cta.thread] = wide(total)
-    cta.add_up_partials(cta)
-    if cta.thread < BINS:
-        assign(total, low_word(cta.partial[cta.thread]))
+        ahead = total
+        add_up_lanes(ahead, cta.lane)
+        if cta.lane == WARP - 1:
+            cta.common[cta.turn + cta.warp] = wide(ahead)
+    cta.meet()
+    if cta.warp < BINS // WARP:
+        of_warp = T.meta_var(low_word(cta.common[cta.turn + cta.lane]))
+        before = var(T.if_then_else(cta.lane < cta.warp, of_warp, 0))
+        agree_in_warp(before, added)
+        before = before + ahead - total
         for warp in T.unroll(cta.threads // WARP):
             held = var(T.cast(cta.bins[warp * BINS + cta.thread], "int32"))
-            cta.bins[warp * BINS + cta.thread] = T.cast(total, "uint16")
-            total = total + held
+            cta.bins[warp * BINS + cta.thread] = T.cast(before, "uint16")
+            before = before + held
     cta.meet()
 
 
@@ -100,8 +113,8 @@ def sort(cta, keys, first, spare, count, low, high):
         keys[spare + place] = key
 
     while left > 0:
-        for turn in T.serial(BINS // WARP):
-            cta.bins[cta.warp * BINS + turn * WARP + cta.lane] = T.uint16(0)
+        for turn in T.unroll(BINS // 2 // WARP):
+            cta.pairs_of_bins[cta.warp * (BINS // 2) + turn * WARP + cta.lane] = 0
         meet_in_warp()
         visit_keys(cta, keys, first, count, low, shift, count_key)
         cta.meet()

@@ -33,9 +33,6 @@ ORDERS = 4
 """Kinds of fault that share a status, one looked for after another."""
 NO_FAULT = (1 << 62) - 1
 
-SHARED = 32
-"""Requests in a row whose lengths and positions the same CTA writes."""
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -161,42 +158,46 @@ def find_fault(cta, batch, num_indices, limits, given, out):
 
 
 @T.inline
-def check(cta, batch, num_indices, limits, given, out):
-    """Check a batch, and derive what holds for all of it, as if it were right."""
+def check(cta, batch, num_indices, limits, given, out, is_wrong, note):
+    """Check requests, and note what is to know of each, as if all were right.
+
+    Threads do not know of one another yet.
+    """
     assign(out.size, batch.size)
     assign(out.fault, T.int64(NO_FAULT))
     assign(out.max_qo_len, 0)
-    assign(out.max_kv_len, 0)
-    assign(out.tokens, T.int64(0))
     assign(out.units, 0)
-    is_wrong = var(0)
+    assign(is_wrong, 0)
 
     @T.inline
     def check_entry(b):
         if b < batch.size:
-            qo_len = var(T.max(batch.qo_len(b), 0))
-            kv_len = var(T.max(batch.kv_len(b), 0))
+            qo_len = var(batch.qo_len(b))
             assign(is_wrong, T.bitwise_or(is_wrong, is_any(faults_of(batch, limits, given, b))))
             assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
-            assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
-            assign(out.tokens, out.tokens + wide(kv_len))
             assign(out.units, out.units + as_bit(qo_len > 0))
+            note(b)
         else:
             whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
             assign(is_wrong, T.bitwise_or(is_wrong, whole))
 
     spread(cta, batch.size + 1, check_entry)
-    cta.agree(
-        [
-            (is_wrong, largest),
-            (out.max_qo_len, largest),
-            (out.max_kv_len, largest),
-            (out.tokens, added),
-            (out.units, added),
-        ]
-    )
-    if is_wrong != 0:
-        find_fault(cta, batch, num_indices, limits, given, out)
+
+
+@T.inline
+def add_tokens(cta, batch, out):
+    """Find the longest request, and the KV tokens of all."""
+    assign(out.max_kv_len, 0)
+    assign(out.tokens, T.int64(0))
+
+    @T.inline
+    def add_request(b):
+        kv_len = var(T.max(batch.kv_len(b), 0))
+        assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
+        assign(out.tokens, out.tokens + wide(kv_len))
+
+    spread(cta, batch.size, add_request)
+    cta.agree([(out.max_kv_len, largest), (out.tokens, added)])
 
 
 def q_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
@@ -212,20 +213,17 @@ def kv_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
 
 @T.inline
 def derive(cta, batch, given, out):
-    """Write lengths and positions of every request of a batch that is right, for kernels to come.
-
-    CTAs that plan the same share them by the warp.
-    """
+    """Write lengths and positions of every request of a batch that is right."""
 
     @T.inline
     def derive_entry(b):
-        if T.truncmod(b // SHARED, cta.planners) == cta.planner:
-            out.qo_indptr[b] = batch.qo_indptr[b]
-            out.kv_indptr[b] = batch.kv_indptr[b]
-            if b < batch.size:
-                out.kv_len[b] = batch.kv_len(b)
-                out.q_pos_offset[b] = q_position(batch, given, b)
-                out.kv_pos_offset[b] = kv_position(batch, given, b)
+        out.qo_indptr[b] = batch.qo_indptr[b]
+        out.kv_indptr[b] = batch.kv_indptr[b]
+        if b < batch.size:
+            kv_len = var(batch.kv_len(b))
+            out.kv_len[b] = kv_len
+            out.q_pos_offset[b] = q_position(batch, given, b)
+            out.kv_pos_offset[b] = kv_position(batch, given, b)
 
     spread(cta, batch.size + 1, derive_entry)
 
@@ -353,3 +351,29 @@ def write_header(batch, kv_indices, out, header):
     header[int(Header.MAX_KV_LEN)] = out.max_kv_len
     header[int(Header.NUM_TOKENS_LO)] = low_word(out.tokens)
     header[int(Header.NUM_TOKENS_HI)] = high_word(out.tokens)
+
+
+@T.inline
+def describe(cta, batch, kv_indices, limits, given, bad, out, header):
+    """Check a batch, and write what there is to know of it, for kernels to come.
+
+    `bad` is a fault of the page ids.
+    """
+    is_wrong = var(0)
+
+    @T.inline
+    def note(b):
+        pass
+
+    check(cta, batch, kv_indices.shape[0], limits, given, out, is_wrong, note)
+    cta.agree([(is_wrong, largest), (out.max_qo_len, largest), (out.units, added)])
+    add_tokens(cta, batch, out)
+    if is_wrong != 0:
+        find_fault(cta, batch, kv_indices.shape[0], limits, given, out)
+    assign(out.fault, T.min(out.fault, bad))
+    if cta.is_first():
+        write_header(batch, kv_indices, out, header)
+    if out.fault != T.int64(NO_FAULT):
+        replace(cta, limits, out)
+    else:
+        derive(cta, batch, given, out)

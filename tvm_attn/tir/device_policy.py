@@ -36,7 +36,7 @@ from tvm_attn.tir.planner_ints import (
 )
 from tvm_attn.tir.planner_line import Line
 from tvm_attn.tir.planner_units import Longest, Machine, Multiples
-from tvm_attn.worklist import Header, Item
+from tvm_attn.worklist import Header
 
 NONE, UNITS, PIECES, LINE = range(4)
 """What a plan deals: nothing yet, whole units or their pieces back and forth, a line."""
@@ -119,41 +119,16 @@ def try_table(cta, plan, table, kind, machine, slots, merges):
         settle(plan, kind, load, table.total, items, slots, merges)
 
 
-def kv_range(rows: Any, row: Any) -> tuple[Any, Any]:
-    """Return where the KV range of a row begins and ends."""
-    return rows[row, int(Item.KV_BEGIN)], rows[row, int(Item.KV_END)]
-
-
-def parts_of_long(rule: Longest, granules: Any) -> Any:
-    """Return in how many parts units longer than a share are cut: others take no division."""
-    is_long = wide(granules + rule.machine.overhead) > rule.share
-    return T.if_then_else(is_long, rule.parts(0, 0, 0, granules), 1)
-
-
 @T.inline
-def cut_table(
-    cta, table, units, rows, piece_rows, parts, machine, split, slots, merges, is_few
-):
+def cut_table(cta, table, units, rows, parts, machine, share, split, slots, merges, is_few):
     """Cut long units, or all with a fixed split, unless that makes too many pieces."""
     is_fixed = T.meta_var(split > 0)
-    share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
     by_split = T.meta_var(Multiples(T.max(T.min(split, LENGTH_LIMIT), 1)))
+    assign(share, T.truncdiv(units.total, wide(machine.num_ctas)))
     by_share = T.meta_var(Longest(machine, share))
     most = var(0)
-
-    count_parts(
-        cta,
-        units,
-        parts,
-        machine,
-        lambda unit, granules: T.if_then_else(
-            is_fixed,
-            by_split.parts(unit, *kv_range(rows, unit), granules),
-            parts_of_long(by_share, granules),
-        ),
-        most,
-    )
-    slots = heads_times(most, machine)
+    count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most)
+    assign(slots, heads_times(most, machine))
     assign(is_few, as_bit(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))))
     if T.Or(is_fixed, is_few != 0):
         assign(is_few, 1)
@@ -165,21 +140,15 @@ def cut_table(
             rows,
             parts,
             table,
-            piece_rows,
             machine,
             lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
         )
-        slots = heads_times(parts.slots(units.count), machine)
-        merges = heads_times(parts.merges(units.count), machine)
-
-
-def heads_times(count: Any, machine: Machine) -> Any:
-    """Return so many in every head."""
-    return wide(count) * wide(machine.heads.value)
+        assign(slots, heads_times(parts.slots(units.count), machine))
+        assign(merges, heads_times(parts.merges(units.count), machine))
 
 
 @T.inline
-def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, split):
+def decide(cta, plan, table, units, rows, parts, line, counts, machine, split):
     """Settle for a plan: the policy. The table holds the units at first, and its pieces at last."""
     is_whole = var(as_bit(split >= LENGTH_LIMIT))
     is_fixed = var(as_bit(T.And(split > 0, is_whole == 0)))
@@ -187,6 +156,7 @@ def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, spli
     slots = var(T.int64(0))
     merges = var(T.int64(0))
     is_few = var(0)
+    share = var(T.int64(0))
     settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
     while kind != LINE:
         if T.Or(kind == PIECES, is_fixed == 0):
@@ -200,9 +170,9 @@ def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, spli
                     table,
                     units,
                     rows,
-                    piece_rows,
                     parts,
                     machine,
+                    share,
                     split,
                     slots,
                     merges,
@@ -211,8 +181,8 @@ def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, spli
         kind = T.Select(is_few != 0, PIECES, LINE)
     if T.And(split == 0, is_uneven(plan, machine)):
         assign(units.spare, table.spare)
-        place_boundaries(cta, line, units, machine)
-        measure_line(cta, line, machine)
+        place_boundaries(cta, line, units, machine, share)
+        measure_line(cta, line, counts, units, machine)
         if line.max_load < plan.max_load:
             settle(
                 plan,
@@ -226,20 +196,6 @@ def decide(cta, plan, table, units, rows, piece_rows, parts, line, machine, spli
 
 
 @T.inline
-def deal(cta, plan, table, units, rows, parts, line, counts, machine, out, room):
-    """Write the work list that was settled for."""
-    if plan.kind == LINE:
-        deal_line(cta, line, counts, units, rows, machine, out)
-    else:
-        if plan.kind == UNITS:
-            keep(table, units)
-        deal_snake(cta, table, rows, machine, out)
-        if plan.kind == PIECES:
-            write_merges(cta, parts, units.count, rows, machine, out)
-    close_merges(cta, out, plan, room)
-
-
-@T.inline
 def summarise(plan, header):
     """Write what the plan is to its header: by one thread."""
     header[int(Header.STATUS)] = 0
@@ -249,3 +205,19 @@ def summarise(plan, header):
     header[int(Header.MAX_LOAD)] = saturate(plan.max_load)
     header[int(Header.TOTAL_LOAD_LO)] = low_word(plan.total)
     header[int(Header.TOTAL_LOAD_HI)] = high_word(plan.total)
+
+
+@T.inline
+def deal(cta, plan, table, units, rows, parts, line, counts, machine, out, room, header):
+    """Write the work list that was settled for, and its header."""
+    if cta.is_first():
+        summarise(plan, header)
+    if plan.kind == LINE:
+        deal_line(cta, line, counts, units, rows, machine, out)
+    else:
+        if plan.kind == UNITS:
+            keep(table, units)
+        deal_snake(cta, table, rows, machine, out)
+        if plan.kind == PIECES:
+            write_merges(cta, parts, units.count, rows, machine, out)
+    close_merges(cta, out, plan, room)

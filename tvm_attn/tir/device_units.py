@@ -6,13 +6,12 @@ number; a unit that is not cut has the same row among the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, least, spread
+from tvm_attn.tir.parallel import add_up, added, find_last, largest, least, spread
 from tvm_attn.tir.planner_deal import put
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
@@ -25,7 +24,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import Family, visible
+from tvm_attn.tir.planner_units import Family, KvBounds, Longest, visible
 from tvm_attn.worklist import NO_SLOT, Item
 
 COUNT_BITS = 21
@@ -53,9 +52,8 @@ class Reciprocal(Divisor):
 
     @staticmethod
     def of(value: Any, reciprocal: Any) -> Reciprocal:
-        """Return a divisor, given a reciprocal as of `Divisor`."""
-        made = Reciprocal(value, scalar("int64"), scalar("int32"))
-        assign(made.reciprocal, reciprocal)
+        """Return a divisor, given a reciprocal as of `Divisor` in the bits of an int32."""
+        made = Reciprocal(value, reciprocal, scalar("int32"))
         assign(made.shift, 31 - T.clz(2 * value - 1))
         return made
 
@@ -158,12 +156,81 @@ def quad(*words: Any) -> Any:
     return value
 
 
-def write_row(
-    rows: Any, row: Any, unit: Sequence[Any], piece: Sequence[Any], own: Sequence[Any]
-) -> None:
-    """Write a row: (request, head, first and last fused row), (KV begin, end), (slot, stride)."""
-    for half, words in enumerate((unit, (*piece, *own))):
-        T.buffer_store(rows, quad(*words), [row, T.Ramp(half * HALF_WORDS, 1, HALF_WORDS)])
+@dataclass(frozen=True)
+class Row:
+    """A unit, or a piece of one: variables; `stride` is from the slot of a head to the next."""
+
+    request: Any
+    row_begin: Any
+    row_end: Any
+    kv_begin: Any
+    kv_end: Any
+    slot: Any
+    stride: Any
+
+    @staticmethod
+    def allocate() -> Row:
+        """Allocate the variables."""
+        return Row(*(scalar("int32") for _ in range(7)))
+
+    def read(self, table: Any, row: Any) -> None:
+        """Read a row of a table."""
+        columns = (*(i for i in range(2 * HALF_WORDS) if i != int(Item.KV_HEAD)),)
+        for variable, column in zip(vars(self).values(), columns, strict=True):
+            assign(variable, table[row, column])
+
+    def write(self, table: Any, row: Any, head: Any, last: Any = None) -> None:
+        """Write a row of a table, or an item if the last word is none of its own."""
+        unit = (self.request, head, self.row_begin, self.row_end)
+        piece = (self.kv_begin, self.kv_end, self.slot, self.stride if last is None else last)
+        for half, words in enumerate((unit, piece)):
+            T.buffer_store(table, quad(*words), [row, T.Ramp(half * HALF_WORDS, 1, HALF_WORDS)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of units and their pieces, which begin at `first_piece`: in a table.
+
+    If `is_plain` is not 0, units are requests, and are not there but computed again.
+    """
+
+    table: Any
+    first_piece: Any
+    is_plain: Any
+    lengths: Any
+    family: Family
+    kv_bounds: KvBounds | None
+
+
+@T.inline
+def describe(row, rows, request, tile):
+    """Find what a query tile of a request sees."""
+    row_begin = var(tile * rows.family.tile_rows)
+    of_request = var(rows.lengths.qo_len(request) * rows.family.group.value)
+    row_end = var(T.min(row_begin + rows.family.tile_rows, of_request))
+    bounds = T.meta_var((row_begin, row_end))
+    kv = T.meta_var(visible(rows.kv_bounds, rows.lengths, rows.family, request, bounds))
+    begin = var(kv[0])
+    end = var(kv[1])
+    if begin >= end:
+        begin = 0
+        end = 0
+    assign(row.request, request)
+    assign(row.row_begin, row_begin)
+    assign(row.row_end, row_end)
+    assign(row.kv_begin, begin)
+    assign(row.kv_end, end)
+    assign(row.slot, NO_SLOT)
+    assign(row.stride, 0)
+
+
+@T.inline
+def find_row(row, rows, index):
+    """Find what there is to know of a row."""
+    if T.And(rows.is_plain != 0, index < rows.first_piece):
+        describe(row, rows, index, 0)
+    else:
+        row.read(rows.table, index)
 
 
 @T.inline
@@ -198,10 +265,15 @@ def note_cost(table, i, cost, row):
     assign(table.shortest, T.min(table.shortest, cost))
 
 
+def totals_of(table: Keys) -> list[tuple[Any, Any]]:
+    """Return what threads agree on once all costs are noted."""
+    return [(table.total, added), (table.longest, largest), (table.shortest, least)]
+
+
 @T.inline
 def end_table(cta, table, machine):
     """Complete the totals of a table once all costs are noted; all threads meet."""
-    cta.agree([(table.total, added), (table.longest, largest), (table.shortest, least)])
+    cta.agree(totals_of(table))
     table.total = table.total * wide(machine.heads.value)
 
 
@@ -213,49 +285,49 @@ def tiles_of(family: Family, lengths: Any, request: Any) -> Any:
 
 
 @T.inline
-def list_units(cta, units, rows, lengths, family, machine, is_plain, kv_bounds):
-    """List the units of the family's requests with the KV range each sees.
-
-    If `is_plain` is not 0, each request is known to be one of its units.
-    """
+def list_units(cta, units, rows, lengths, family, machine):
+    """List the units of the family's requests with the KV range each sees, in a table."""
     sums = T.meta_var(units.room(units.spare))
 
     @T.inline
     def list_unit(unit):
-        request = var(unit)
-        tile = var(0)
-        if is_plain == 0:
-            find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
-            tile = unit - low_word(sums[request])
-        row_begin = var(tile * family.tile_rows)
-        of_request = var(lengths.qo_len(request) * family.group.value)
-        row_end = var(T.min(row_begin + family.tile_rows, of_request))
-        kv = T.meta_var(visible(kv_bounds, lengths, family, request, (row_begin, row_end)))
-        begin = var(kv[0])
-        end = var(kv[1])
-        if begin >= end:
-            begin = 0
-            end = 0
-        write_row(rows, unit, (request, 0, row_begin, row_end), (begin, end), (NO_SLOT, 0))
-        note_cost(units, unit, machine.cost(begin, end), unit)
+        request = var(0)
+        find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
+        tile = var(unit - low_word(sums[request]))
+        row = T.meta_var(Row.allocate())
+        describe(row, rows, request, tile)
+        row.write(rows.table, unit, 0)
+        cost = var(machine.cost(row.kv_begin, row.kv_end))
+        note_cost(units, unit, cost, unit)
 
-    begin_table(units, lengths.count)
-    if is_plain == 0:
-        add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count)
-        units.count = low_word(sums[lengths.count])
+    add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count)
+    begin_table(units, low_word(sums[lengths.count]))
     spread(cta, units.count, list_unit)
     end_table(cta, units, machine)
 
 
+def parts_of_long(rule: Longest, granules: Any) -> Any:
+    """Return in how many parts units longer than a share are cut: others take no division."""
+    is_long = wide(granules + rule.machine.overhead) > rule.share
+    return T.if_then_else(is_long, rule.parts(0, 0, 0, granules), 1)
+
+
 @T.inline
-def count_parts(cta, units, parts, machine, parts_of, most):
+def count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most):
     """Find in how many parts every unit is cut, and how many there are of those cut (`most`)."""
 
     @T.inline
     def count_unit(i):
         key = var(units.key(i))
         unit = var(low_word(key))
-        count = var(parts_of(unit, cost_of(key) - machine.overhead))
+        granules = var(cost_of(key) - machine.overhead)
+        count = var(1)
+        if is_fixed:
+            row = T.meta_var(Row.allocate())
+            find_row(row, rows, unit)
+            assign(count, by_split.parts(unit, row.kv_begin, row.kv_end, granules))
+        else:
+            assign(count, parts_of_long(by_share, granules))
         is_cut = var(as_bit(count > 1))
         parts.sums[unit] = pack(count, is_cut * count, is_cut)
         assign(most, most + is_cut * T.min(count, MOST_PARTS))
@@ -266,8 +338,8 @@ def count_parts(cta, units, parts, machine, parts_of, most):
 
 
 @T.inline
-def cut_units(cta, units, rows, parts, pieces, piece_rows, machine, edge_of):
-    """Cut units in their parts, which are rows from `piece_rows` on; others stay as they are.
+def cut_units(cta, units, rows, parts, pieces, machine, edge_of):
+    """Cut units in their parts, which are rows of their own; others stay as they are.
 
     Pieces are in the order of units and KV ranges. Slots, head after head, are consecutive.
     """
@@ -284,25 +356,23 @@ def cut_units(cta, units, rows, parts, pieces, piece_rows, machine, edge_of):
     def cut(slot):
         unit = var(0)
         find_last(parts.slots, units.count + 1, slot, unit)
-        begin = var(rows[unit, int(Item.KV_BEGIN)])
-        end = var(rows[unit, int(Item.KV_END)])
+        row = T.meta_var(Row.allocate())
+        find_row(row, rows, unit)
+        begin = var(row.kv_begin)
+        end = var(row.kv_end)
         granules = var(machine.cost(begin, end) - machine.overhead)
         first = var(parts.slots(unit))
         part = var(slot - first)
         count = var(parts.slots(unit + 1) - first)
-        left = var(
-            T.if_then_else(part > 0, T.min(edge_of(begin, granules, part, count), end), begin)
-        )
-        right = var(T.min(edge_of(begin, granules, part + 1, count), end))
-        row = var(piece_rows + slot)
-        write_row(
-            rows,
-            row,
-            [rows[unit, word] for word in range(HALF_WORDS)],
-            (left, right),
-            (first * machine.heads.value + part, count),
-        )
-        note_cost(pieces, parts.rows(unit) + part, machine.cost(left, right), row)
+        if part > 0:
+            assign(row.kv_begin, T.min(edge_of(begin, granules, part, count), end))
+        assign(row.kv_end, T.min(edge_of(begin, granules, part + 1, count), end))
+        assign(row.slot, first * machine.heads.value + part)
+        assign(row.stride, count)
+        index = var(rows.first_piece + slot)
+        row.write(rows.table, index, 0)
+        cost = var(machine.cost(row.kv_begin, row.kv_end))
+        note_cost(pieces, parts.rows(unit) + part, cost, index)
 
     begin_table(pieces, parts.rows(units.count))
     spread(cta, units.count, leave)

@@ -3,7 +3,10 @@
 A CTA is an object with
 
 * ``threads`` : int, of which each has a word of the int64 array ``partial``;
-* ``turns(count)``, ``index(turn, count)`` : what `each` visits, thread by thread;
+* ``own(count)``, ``shared(count)``, ``lists(count, bits)``, ``entries(count, bits)`` : the number
+  that a thread visits first, and the step to its next: of a CTA's threads; of those of all CTAs
+  that do the same; of groups of ``2**bits`` of those; and within a group;
+* ``is_inside(i, count)`` : whether it goes on with a number;
 * ``meet()`` : a barrier;
 * ``prefetch(rows, row)`` : begins to read words that are needed later;
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
@@ -26,17 +29,54 @@ from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
 
-ARITY = 8
+ARITY = 4
 """Parts of what is left that a step of a search chooses from."""
+GROUP_BITS = 5
+"""Of the most threads that visit the same list."""
+
+
+@T.inline
+def walk(cta, numbers, count, visit):
+    """Visit numbers below `count`, given the first and the step from each to the next."""
+    i = var(numbers[0])
+    while cta.is_inside(i, count):
+        visit(i)
+        i = i + numbers[1]
 
 
 @T.inline
 def spread(cta, count, visit):
     """Visit every number below `count`, each by one thread."""
-    for turn in T.serial(cta.turns(count)):
-        i = var(cta.index(turn, count))
-        if i < count:
-            visit(i)
+    walk(cta, cta.own(count), count, visit)
+
+
+@T.inline
+def spread_shared(cta, count, visit):
+    """Visit numbers as `spread`; CTAs that do the same share them."""
+    walk(cta, cta.shared(count), count, visit)
+
+
+@T.inline
+def spread_lists(cta, count, total, length_of, visit):
+    """Visit the entries of lists, `total` in all; CTAs that do the same share the lists.
+
+    A list has a group of threads, as many as it has entries on average, up to a warp.
+    """
+    bits = var(0)
+    while T.And(bits < GROUP_BITS, T.shift_left(count, bits) < total):
+        bits = bits + 1
+
+    @T.inline
+    def visit_list(i):
+        length = var(length_of(i))
+
+        @T.inline
+        def visit_entry(k):
+            visit(i, k)
+
+        walk(cta, cta.entries(length, bits), length, visit_entry)
+
+    walk(cta, cta.lists(count, bits), count, visit_list)
 
 
 @T.inline
@@ -58,23 +98,23 @@ def add_up(cta, value_of, sums, count):
     @T.inline
     def sum_run(thread):
         total = var(T.int64(0))
-        for k in T.serial(run):
-            at = var(thread * run + k)
-            if at < count:
-                value = var(value_of(at))
-                sums[at] = value
-                total = total + value
+        at = var(thread * run)
+        while at < T.min(thread * run + run, count):
+            value = var(value_of(at))
+            sums[at] = value
+            total = total + value
+            at = at + 1
         cta.partial[thread] = total
 
     @T.inline
     def replace_run(thread):
         total = var(cta.partial[thread])
-        for k in T.serial(run):
-            at = var(thread * run + k)
-            if at < count:
-                value = var(sums[at])
-                sums[at] = total
-                total = total + value
+        at = var(thread * run)
+        while at < T.min(thread * run + run, count):
+            value = var(sums[at])
+            sums[at] = total
+            total = total + value
+            at = at + 1
         if thread == cta.threads - 1:
             sums[count] = total
 
@@ -87,7 +127,7 @@ def add_up(cta, value_of, sums, count):
 def find_last(value_of, count, limit, found):
     """Find the last of so many ascending values that is not above a limit: `found`, from 0 on.
 
-    A step compares values that are an eighth of what is left apart, all at once.
+    A step compares values that are a quarter of what is left apart, all at once.
     """
     left = var(count)
     assign(found, 0)
