@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tvm_attn.runtime.fixed import FixedMemory
 
 MAX_ROWS = 2**31 - 1
-PLANNERS = 8
+PLANNERS = 32
 """CTAs that plan the same family's work and share the writing of its items."""
 COPIED_PAGES = 4096
 """Page ids that a CTA copies."""

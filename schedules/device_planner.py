@@ -32,7 +32,7 @@ MOST_ROWS = 6144
 
 def rows_of(arch: Arch) -> int:
     """Return how many units and pieces the shared memory of an architecture holds."""
-    words = COMMON + THREADS + ROW_BYTES
+    words = COMMON + ROW_BYTES
     rest = arch.shared_memory_per_block - 8 * words - 2 * WARPS * BINS
     rest -= CTA_BYTES * (DEVICE_CTAS + 1)
     return min(rest // ROW_BYTES, MOST_ROWS)
@@ -124,7 +124,6 @@ def device_planner(
             thread = T.thread_id([THREADS])
             pool = T.meta_var(T.SMEMPool())
             common = T.meta_var(pool.alloc((COMMON,), "int64", align=8))
-            partial = T.meta_var(pool.alloc((THREADS,), "int64", align=8))
             bins = T.meta_var(pool.alloc((WARPS * BINS,), "uint16", align=8))
             scratch = T.meta_var(
                 carve_scratch(
@@ -149,7 +148,7 @@ def device_planner(
             cta = T.meta_var(
                 Block(
                     *(thread, thread // WARP, thread % WARP, planning + copiers),
-                    *(planner, together, job, partial, common, var(0), bins),
+                    *(planner, together, job, common, var(0), bins),
                 )
             )
             batch = T.meta_var(

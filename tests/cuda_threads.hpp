@@ -103,12 +103,12 @@ template <class F> static int reduce(int value, F combine) {
   wait_as(IN_WARP);
   return total;
 }
-static uint __ballot_sync(uint, int holds) {
+static uint __match_any_sync(uint, int value) {
   int self = current, first = self / WARP * WARP;
-  slots[self] = holds != 0;
+  slots[self] = value;
   wait_as(IN_WARP);
   uint lanes = 0;
-  for (int i = 0; i < WARP; i++) lanes |= (uint)slots[first + i] << i;
+  for (int i = 0; i < WARP; i++) lanes |= (uint)(slots[first + i] == value) << i;
   wait_as(IN_WARP);
   return lanes;
 }

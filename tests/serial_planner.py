@@ -16,9 +16,6 @@ from tvm_attn.tir.planner_units import KvBounds
 from tvm_attn.tir.signature import close_over
 from tvm_attn.worklist import JOB_WORDS
 
-THREADS = 24
-"""Of each CTA: the word of each in ``partial``."""
-
 
 @T.inline
 def arrive(cta: Any, counter: Any, is_last: Any) -> None:
@@ -36,13 +33,14 @@ def publish(cta: Any) -> None:
 
 
 @T.inline
-def add_up_partials(cta: Any) -> None:
-    """Replace the words of threads by the sum of those before."""
+def add_up(cta: Any, value_of: Any, sums: Any, count: Any, totals: Any) -> None:
+    """Write the sums of the values before each."""
     total = var(T.int64(0))
-    for i in T.serial(THREADS):
-        value = var(cta.partial[i])
-        cta.partial[i] = total
+    for i in T.serial(count):
+        value = var(value_of(i))
+        sums[i] = total
         total = total + value
+    sums[count] = total
 
 
 @T.inline
@@ -67,10 +65,8 @@ class SerialCta:
     planner: Any
     planners: Any
     job: Any
-    partial: Any
     backward: Any
-    threads: int = THREADS
-    add_up_partials: Any = add_up_partials
+    add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
     sort: Any = sort
@@ -78,6 +74,10 @@ class SerialCta:
     def _numbers(self, count: Any, first: Any, step: Any) -> tuple[Any, Any]:
         back = self.backward != 0
         return T.Select(back, count - 1 - first, first), T.Select(back, -step, step)
+
+    @property
+    def num_threads(self) -> Any:
+        return self.planners
 
     def own(self, count: Any) -> tuple[Any, Any]:
         return self._numbers(count, 0, 1)
@@ -169,7 +169,6 @@ def serial_planner(
             T.reads()
             T.writes()
             taken = T.meta_var(Carver(longs, ints))
-            partial = T.meta_var(taken.long(THREADS))
             scratch = T.meta_var(carve_scratch(taken.long, taken.int, ROWS, CTAS))
             numbers = T.meta_var(
                 (
@@ -208,7 +207,7 @@ def serial_planner(
                 planner = var(T.Select(plans, T.truncmod(number, planners), number - planning))
                 together = var(T.Select(plans, planners, copiers))
                 job = var(T.Select(plans, T.truncdiv(number, planners), jobs.shape[0]))
-                cta = T.meta_var(SerialCta(num_ctas, planner, together, job, partial, backward))
+                cta = T.meta_var(SerialCta(num_ctas, planner, together, job, backward))
                 plan_on_device(
                     cta, batch, kv_indices, given, Memory(block, place, jobs), problem, scratch
                 )
@@ -216,7 +215,7 @@ def serial_planner(
     return close_over(serial, extra, before=20, name="plan_on_device")
 
 
-LONGS = THREADS + (TABLES + 1) * (ROWS + 1) + 2 * (CTAS + 1)
+LONGS = (TABLES + 1) * (ROWS + 1) + 2 * (CTAS + 1)
 INTS = 3 * (CTAS + 1)
 
 

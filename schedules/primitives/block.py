@@ -12,7 +12,7 @@ from tvm_attn.schedules.primitives.block_sort import sort
 from tvm_attn.schedules.primitives.lanes import Combine, Expr, add_up_lanes, agree_in_warp
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.tir.parallel import added
-from tvm_attn.tir.planner_ints import assign, store, var, wide
+from tvm_attn.tir.planner_ints import assign, ceil_div, store, var, wide
 
 Total = tuple[Any, Combine]
 
@@ -62,18 +62,52 @@ def publish(cta):
 
 
 @T.inline
-def add_up_partials(cta):
-    """Replace the words of the threads by the sums of those before."""
-    own = var(cta.partial[cta.thread])
-    total = var(own)
-    add_up_lanes(total, cta.lane)
+def scan(cta, own, before, totals):
+    """Find the sum of the values of the threads before, and agree on totals; all threads meet."""
+    assign(before, own)
+    add_up_lanes(before, cta.lane)
     cta.turn_over()
     if cta.lane == WARP - 1:
-        cta.common[cta.turn + cta.warp] = total
+        cta.common[cta.turn + cta.warp] = before
+    cta.offer(totals, 1)
     cta.meet()
-    before = var(T.if_then_else(cta.lane < cta.warp, cta.common[cta.turn + cta.lane], T.int64(0)))
-    agree_in_warp(before, added)
-    cta.partial[cta.thread] = total - own + before
+    ahead = var(T.if_then_else(cta.lane < cta.warp, cta.common[cta.turn + cta.lane], T.int64(0)))
+    agree_in_warp(ahead, added)
+    assign(before, before - own + ahead)
+    cta.take(totals, 1)
+
+
+@T.inline
+def add_up(cta, value_of, sums, count, totals):
+    """Write the sums of the values before each; the sum of all comes behind them.
+
+    If a thread has more than one value, they follow one another, an odd number of them: in shared
+    memory, they are then in different banks.
+    """
+    run = var(T.bitwise_or(ceil_div(count, THREADS), 1))
+    at = var(cta.thread * run)
+    end = var(T.min(at + run, count))
+    own = var(T.int64(0))
+    before = var(T.int64(0))
+    if run == 1:
+        if at < end:
+            own = value_of(at)
+    else:
+        while at < end:
+            value = var(value_of(at))
+            sums[at] = value
+            own = own + value
+            at = at + 1
+    scan(cta, own, before, totals)
+    if cta.thread == THREADS - 1:
+        sums[count] = before + own
+    at = cta.thread * run
+    while at < end:
+        held = var(T.if_then_else(run > 1, sums[at], T.int64(0)))
+        sums[at] = before
+        before = before + held
+        at = at + 1
+    cta.meet()
 
 
 @dataclass(frozen=True)
@@ -81,8 +115,8 @@ class Block:
     """A CTA of `THREADS` threads; ``common`` is an int64 array for what they tell one another.
 
     ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
-    ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable: which
-    words of ``common`` were written last. ``bins`` are for sorting (`block_sort`).
+    ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable:
+    which words of ``common`` were written last. ``bins`` are for sorting (`block_sort`).
     """
 
     thread: Expr
@@ -92,23 +126,28 @@ class Block:
     planner: Any
     planners: Any
     job: Any
-    partial: Any
     common: Any
     turn: Any
     bins: Any
     threads: int = THREADS
-    add_up_partials: Any = add_up_partials
+    add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
     sort: Any = sort
+
+    @property
+    def num_threads(self) -> Expr:
+        """Threads of all CTAs that do the same."""
+        return self.planners * THREADS
 
     def own(self, count: Expr) -> tuple[Expr, Expr]:
         """Return the first number that a thread visits, and the step to the next."""
         return self.thread, THREADS
 
     def shared(self, count: Expr) -> tuple[Expr, Expr]:
-        """Return the same of what CTAs share."""
-        return self.planner * THREADS + self.thread, self.planners * THREADS
+        """Return the same of what CTAs share, from the last CTA on: the first have more lists."""
+        back = self.planners - 1 - self.planner
+        return back * THREADS + self.thread, self.num_threads
 
     def lists(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
         """Return the same of groups of ``2**bits`` threads, of all CTAs."""
@@ -146,20 +185,28 @@ class Block:
         """Tell one another something else now."""
         assign(self.turn, RESULTS - self.turn)
 
-    def agree(self, totals: Sequence[Total]) -> None:
-        """Combine variables of all threads, to the same in each."""
-        self.turn_over()
-        for place, (variable, combine) in enumerate(totals):
+    def offer(self, totals: Sequence[Total], first: int) -> None:
+        """Tell others the totals of a warp."""
+        for place, (variable, combine) in enumerate(totals, first):
             agree_in_warp(variable, combine)
             with T.If(self.lane == 0), T.Then():
                 store(self.common, self.turn + place * WARPS + self.warp, wide(variable))
-        self.meet()
-        for place, (variable, combine) in enumerate(totals):
+
+    def take(self, totals: Sequence[Total], first: int) -> None:
+        """Combine the totals of all warps."""
+        for place, (variable, combine) in enumerate(totals, first):
             found = self.common[self.turn + place * WARPS + self.lane % WARPS]
             if combine is added:
                 found = T.if_then_else(self.lane < WARPS, found, T.int64(0))
             assign(variable, T.cast(found, str(variable.ty)))
             agree_in_warp(variable, combine)
+
+    def agree(self, totals: Sequence[Total]) -> None:
+        """Combine variables of all threads, to the same in each."""
+        self.turn_over()
+        self.offer(totals, 0)
+        self.meet()
+        self.take(totals, 0)
 
     def is_first(self) -> Expr:
         """Whether this is the one thread that writes what all know: one with little else to do."""

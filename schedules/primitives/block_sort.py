@@ -15,24 +15,14 @@ DIGIT_BITS = 8
 BINS = 1 << DIGIT_BITS
 """Of each warp, in 16 bits: how many of its keys have a digit, then where the next of them goes."""
 
-ALIKE = f"""
-__device__ __forceinline__ int lanes_alike(int digit, int is_there) {{
-  unsigned int alike = __ballot_sync(~0u, is_there);
-  #pragma unroll
-  for (int bit = 0; bit < {DIGIT_BITS}; bit++) {{
-    unsigned int votes = __ballot_sync(~0u, digit >> bit & 1);
-    alike &= digit >> bit & 1 ? votes : ~votes;
-  }}
-  return alike;
-}}
-"""
+ALIKE = "__device__ int lanes_alike(int x) { return __match_any_sync(~0u, x); }\n"
 COUNT = "__device__ __forceinline__ int count_bits(int word) { return __popc(word); }\n"
 SYNC = "__device__ __forceinline__ void meet_in_warp() { __syncwarp(); }\n"
 
 
-def lanes_alike(digit: Any, is_there: Any) -> Any:
-    """Return the lanes, as bits, that have a key with the same digit."""
-    return T.cuda.func_call("lanes_alike", digit, is_there, source_code=ALIKE, return_type="int32")
+def lanes_alike(number: Any) -> Any:
+    """Return the lanes, as bits, that have the same number."""
+    return T.cuda.func_call("lanes_alike", number, source_code=ALIKE, return_type="int32")
 
 
 def count_bits(word: Any) -> Any:
@@ -56,7 +46,7 @@ def visit_keys(cta, keys, first, count, low, shift, visit):
         is_there = var(as_bit(i < end))
         key = var(keys[first + T.min(i, end - 1)])
         digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
-        alike = var(lanes_alike(digit, is_there))
+        alike = var(lanes_alike(T.Select(is_there != 0, digit, -1)))
         before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
         place = var(cta.warp * BINS + digit)
         held = var(T.cast(cta.bins[place], "int32"))

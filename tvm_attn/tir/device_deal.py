@@ -12,7 +12,6 @@ from tvm.script import tirx as T
 
 from tvm_attn.tir.device_units import Row, find_row, pack, quad
 from tvm_attn.tir.parallel import (
-    add_up,
     each,
     find_last,
     largest,
@@ -31,7 +30,6 @@ from tvm_attn.worklist import MERGE_WORDS
 def measure_snake(cta, table, machine, max_load):
     """Find the load of the longest CTA under `deal_snake`: two rounds at once, there and back."""
     count = var(table.count * machine.heads.value)
-    turns = var(ceil_div(count, machine.num_ctas))
 
     @T.inline
     def measure(c):
@@ -47,6 +45,7 @@ def measure_snake(cta, table, machine, max_load):
         assign(max_load, T.max(max_load, load))
 
     if table.shortest == table.longest:
+        turns = T.meta_var(ceil_div(count, machine.num_ctas))
         assign(max_load, wide(turns) * wide(table.longest))
     else:
         assign(max_load, T.int64(0))
@@ -86,7 +85,6 @@ def deal_snake(cta, table, rows, machine, out):
     spread_lists(
         cta,
         machine.num_ctas,
-        count,
         lambda c: first_item(machine, c + 1, rounds, rest) - first_item(machine, c, rounds, rest),
         deal,
     )
@@ -163,11 +161,12 @@ def place_boundaries(cta, line, units, machine, share_of_all):
             else:
                 set_boundary(line, c, units.total, units.count, 0, 0)
 
-    add_up(
+    cta.add_up(
         cta,
         lambda rank: wide(units.cost(rank)) * wide(machine.heads.value),
         sums,
         units.count,
+        [],
     )
     each(cta, machine.num_ctas + 1, place)
 
@@ -193,8 +192,13 @@ def measure_line(cta, line, counts, units, machine):
         assign(line.max_load, T.max(line.max_load, load))
 
     spread(cta, machine.num_ctas, measure)
-    cta.agree([(line.max_load, largest)])
-    add_up(cta, lambda c: count_stretch(line, machine, c), counts.sums, machine.num_ctas)
+    cta.add_up(
+        cta,
+        lambda c: count_stretch(line, machine, c),
+        counts.sums,
+        machine.num_ctas,
+        [(line.max_load, largest)],
+    )
     items = T.meta_var(wide(units.count) * wide(machine.heads.value))
     assign(line.cuts, wide(counts.rows(machine.num_ctas)) - items)
     assign(line.merges, wide(counts.merges(machine.num_ctas)))
@@ -234,7 +238,6 @@ def deal_line(cta, line, counts, units, rows, machine, out):
     spread_lists(
         cta,
         machine.num_ctas,
-        counts.rows(machine.num_ctas),
         lambda c: counts.rows(c + 1) - counts.rows(c),
         deal,
     )

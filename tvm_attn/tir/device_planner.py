@@ -140,7 +140,7 @@ def choose(derived, clusters, group_size, num_kv_heads, split, takes, whole):
     """Find whether the family in clusters takes few units (`takes`), and whether it cuts none."""
     units = T.meta_var(derived.units * num_kv_heads)
     is_decoding = T.meta_var(derived.max_qo_len * group_size <= clusters.rows)
-    fits = T.meta_var(T.And(clusters.size > 0, units <= clusters.count))
+    fits = T.meta_var(units <= clusters.count)
     assign(takes, as_bit(T.And(T.And(split == 0, is_decoding), fits)))
     tokens = T.meta_var(derived.tokens * wide(num_kv_heads) + T.int64(MERGE_TOKENS + 1))
     alone = T.meta_var(wide(derived.max_kv_len) * T.int64(ALONE))
@@ -198,15 +198,16 @@ def settle_role(derived, problem, role, row_max, own_split):
     """Leave a family no rows if its role is not to take this batch, and find where it is cut."""
     takes = var(0)
     whole = var(0)
-    choose(
-        derived,
-        problem.clusters,
-        problem.group_size,
-        problem.num_kv_heads,
-        problem.split,
-        takes,
-        whole,
-    )
+    if problem.clusters.size > 0:
+        choose(
+            derived,
+            problem.clusters,
+            problem.group_size,
+            problem.num_kv_heads,
+            problem.split,
+            takes,
+            whole,
+        )
     is_cluster = T.meta_var(role == int(Role.CLUSTERS))
     replaced = T.meta_var(T.Select(role == int(Role.REPLACED), 1 - takes, 1))
     assign(row_max, row_max * T.Select(is_cluster, takes, replaced))

@@ -21,7 +21,6 @@ from tvm_attn.tir.device_deal import (
     write_merges,
 )
 from tvm_attn.tir.device_units import count_parts, cut_units, keep, sort_longest_first
-from tvm_attn.tir.parallel import add_up
 from tvm_attn.tir.planner import is_uneven
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
@@ -127,12 +126,13 @@ def cut_table(cta, table, units, rows, parts, machine, share, split, slots, merg
     assign(share, T.truncdiv(units.total, wide(machine.num_ctas)))
     by_share = T.meta_var(Longest(machine, share))
     most = var(0)
-    count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most)
+    if T.Or(is_fixed, wide(units.longest) > share):
+        count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most)
     assign(slots, heads_times(most, machine))
     assign(is_few, as_bit(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))))
     if T.Or(is_fixed, is_few != 0):
         assign(is_few, 1)
-        add_up(cta, lambda unit: parts.sums[unit], parts.sums, units.count)
+        cta.add_up(cta, lambda unit: parts.sums[unit], parts.sums, units.count, [])
         assign(table.first, (TABLES - 1) * (units.keys.shape[0] // TABLES))
         cut_units(
             cta,

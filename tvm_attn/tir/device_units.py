@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import add_up, added, find_last, largest, least, spread
+from tvm_attn.tir.parallel import added, find_last, largest, least, spread
 from tvm_attn.tir.planner_deal import put
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
@@ -300,7 +300,7 @@ def list_units(cta, units, rows, lengths, family, machine):
         cost = var(machine.cost(row.kv_begin, row.kv_end))
         note_cost(units, unit, cost, unit)
 
-    add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count)
+    cta.add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count, [])
     begin_table(units, low_word(sums[lengths.count]))
     spread(cta, units.count, list_unit)
     end_table(cta, units, machine)

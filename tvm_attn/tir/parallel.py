@@ -2,7 +2,6 @@
 
 A CTA is an object with
 
-* ``threads`` : int, of which each has a word of the int64 array ``partial``;
 * ``own(count)``, ``shared(count)``, ``lists(count, bits)``, ``entries(count, bits)`` : the number
   that a thread visits first, and the step to its next: of a CTA's threads; of those of all CTAs
   that do the same; of groups of ``2**bits`` of those; and within a group;
@@ -12,8 +11,10 @@ A CTA is an object with
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
 * ``arrive(cta, counter, is_last)`` : the same, and finds the last of several CTAs;
 * ``agree(totals)`` : makes variables, each with its operator, the same in all threads, which meet
-  once on the way; what is added up is not negative and below 2**50;
-* ``add_up_partials(cta)`` : replaces ``partial`` by the sums of the entries before each;
+  once on the way; what is int64, or added up, is not negative;
+* ``add_up(cta, value_of, sums, count, totals)`` : writes the sums of the int64 values before each,
+  and of all behind them; totals are agreed on at the same time. Before the sums are written, a
+  value may stand in their place;
 * ``sort(cta, keys, first, spare, count, low, high)`` : sorts so many int64 keys from `first` on by
   their upper halves, which are from `low` to `high`; equal ones stay in their order.
 
@@ -32,7 +33,7 @@ from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
 ARITY = 4
 """Parts of what is left that a step of a search chooses from."""
 GROUP_BITS = 5
-"""Of the most threads that visit the same list."""
+"""Of the most threads that visit the same list: no more than a warp."""
 
 
 @T.inline
@@ -57,13 +58,10 @@ def spread_shared(cta, count, visit):
 
 
 @T.inline
-def spread_lists(cta, count, total, length_of, visit):
-    """Visit the entries of lists, `total` in all; CTAs that do the same share the lists.
-
-    A list has a group of threads, as many as it has entries on average, up to a warp.
-    """
+def spread_lists(cta, count, length_of, visit):
+    """Visit the entries of lists, each by a group of threads; CTAs that do the same share them."""
     bits = var(0)
-    while T.And(bits < GROUP_BITS, T.shift_left(count, bits) < total):
+    while T.And(bits < GROUP_BITS, T.shift_left(count, bits + 1) <= cta.num_threads):
         bits = bits + 1
 
     @T.inline
@@ -87,43 +85,6 @@ def each(cta, count, visit):
 
 
 @T.inline
-def add_up(cta, value_of, sums, count):
-    """Write the sums of the int64 values before each; the sum of all comes behind them.
-
-    Each thread has values that follow one another, an odd number of them: in shared memory, they
-    are then in different banks.
-    """
-    run = var(T.bitwise_or(ceil_div(count, cta.threads), 1))
-
-    @T.inline
-    def sum_run(thread):
-        total = var(T.int64(0))
-        at = var(thread * run)
-        while at < T.min(thread * run + run, count):
-            value = var(value_of(at))
-            sums[at] = value
-            total = total + value
-            at = at + 1
-        cta.partial[thread] = total
-
-    @T.inline
-    def replace_run(thread):
-        total = var(cta.partial[thread])
-        at = var(thread * run)
-        while at < T.min(thread * run + run, count):
-            value = var(sums[at])
-            sums[at] = total
-            total = total + value
-            at = at + 1
-        if thread == cta.threads - 1:
-            sums[count] = total
-
-    spread(cta, cta.threads, sum_run)
-    cta.add_up_partials(cta)
-    each(cta, cta.threads, replace_run)
-
-
-@T.inline
 def find_last(value_of, count, limit, found):
     """Find the last of so many ascending values that is not above a limit: `found`, from 0 on.
 
@@ -135,8 +96,8 @@ def find_last(value_of, count, limit, found):
         stride = var(ceil_div(left, ARITY))
         passed = var(0)
         for k in T.unroll(1, ARITY):
-            if k * stride < left:
-                passed = passed + as_bit(value_of(found + k * stride) <= limit)
+            value = T.meta_var(value_of(found + T.min(k * stride, left - 1)))
+            passed = passed + as_bit(value <= limit) * as_bit(k * stride < left)
         assign(found, found + passed * stride)
         left = T.min(stride, left - passed * stride)
 
