@@ -87,7 +87,10 @@ class DevicePlanner:
         for word, name in zip(Place, BATCH, strict=False):
             place[word] = room.begin(name)
         place[Place.HEADER], words = room.begin("header"), room.begin("words")
-        place[Place.ARRIVALS], place[Place.FIRST_BAD] = words, words + 1
+        for number, word in enumerate(
+            (Place.ARRIVALS, Place.FIRST_BAD, Place.PLANNED, Place.EXPECTED)
+        ):
+            place[word] = words + number
         jobs = np.zeros((len(counts), JOB_WORDS), np.int32)
         least = 1
         for row, (family, of_family) in zip(jobs, counts.items(), strict=True):

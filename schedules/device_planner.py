@@ -134,10 +134,14 @@ def device_planner(
                 )
             )
             pool.commit()
-            is_planning = T.meta_var(number < planning)
-            planner = var(T.Select(is_planning, T.truncmod(number, planners), number - planning))
-            together = var(T.Select(is_planning, planners, copiers))
-            job = var(T.Select(is_planning, T.truncdiv(number, planners), jobs.shape[0]))
+            job = var(0)
+            planner = var(number)
+            together = var(planners)
+            while T.And(job < jobs.shape[0], planner >= planners):
+                planner = planner - planners
+                job = job + 1
+            if job == jobs.shape[0]:
+                together = copiers
             numbers = T.meta_var(
                 (
                     *(group_size, num_kv_heads, split),
@@ -147,7 +151,7 @@ def device_planner(
             )
             cta = T.meta_var(
                 Block(
-                    *(thread, thread // WARP, thread % WARP, planning + copiers),
+                    *(thread, thread // WARP, thread % WARP, planning),
                     *(planner, together, job, common, var(0), bins),
                 )
             )

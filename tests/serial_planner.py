@@ -21,7 +21,7 @@ from tvm_attn.worklist import JOB_WORDS
 def arrive(cta: Any, counter: Any, is_last: Any) -> None:
     """Count a CTA in."""
     counter[0] = counter[0] + 1
-    is_last = T.Select(counter[0] == cta.num_ctas, 1, 0)
+    is_last = T.Select(counter[0] == cta.planners, 1, 0)
     if is_last != 0:
         counter[0] = 0
 
@@ -30,6 +30,18 @@ def arrive(cta: Any, counter: Any, is_last: Any) -> None:
 def publish(cta: Any) -> None:
     """It is seen already."""
     cta.meet()
+
+
+@T.inline
+def leave(cta: Any, counter: Any) -> None:
+    """Count a CTA out."""
+    counter[0] = counter[0] + 1
+
+
+@T.inline
+def wait_for_others(cta: Any, counter: Any, goal: Any) -> None:
+    """They were there before."""
+    assert counter[0] == goal, "others are still planning"
 
 
 @T.inline
@@ -61,7 +73,7 @@ def sort(cta: Any, keys: Any, first: Any, spare: Any, count: Any, low: Any, high
 class SerialCta:
     """A CTA whose threads take turns, at each number that is visited."""
 
-    num_ctas: Any
+    num_planning: Any
     planner: Any
     planners: Any
     job: Any
@@ -69,6 +81,8 @@ class SerialCta:
     add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
+    leave: Any = leave
+    wait_for_others: Any = wait_for_others
     sort: Any = sort
 
     def _numbers(self, count: Any, first: Any, step: Any) -> tuple[Any, Any]:
@@ -207,7 +221,7 @@ def serial_planner(
                 planner = var(T.Select(plans, T.truncmod(number, planners), number - planning))
                 together = var(T.Select(plans, planners, copiers))
                 job = var(T.Select(plans, T.truncdiv(number, planners), jobs.shape[0]))
-                cta = T.meta_var(SerialCta(num_ctas, planner, together, job, backward))
+                cta = T.meta_var(SerialCta(planning, planner, together, job, backward))
                 plan_on_device(
                     cta, batch, kv_indices, given, Memory(block, place, jobs), problem, scratch
                 )

@@ -31,9 +31,22 @@ __device__ __forceinline__ void prefetch(int* row) {
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(row + threadIdx.x % 16));
 }
 """
+WAIT = """
+__device__ __forceinline__ void wait_until(int* word, int goal) {
+  while (*(volatile int*)word - goal < 0) __nanosleep(100);
+}
+"""
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
 """
+
+
+def wait_until(words: Expr, goal: Expr) -> None:
+    """Wait until a word of memory, which only grows, is as large as a number, or has passed it."""
+    call = T.cuda.func_call(
+        "wait_until", words.ptr_to([0]), goal, source_code=WAIT, return_type="void"
+    )
+    T.evaluate(call)
 
 
 @T.inline
@@ -43,8 +56,8 @@ def arrive(cta, counter, is_last):
     if cta.thread == 0:
         T.cuda.thread_fence()
         before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
-        cta.common[COMMON - 1] = T.Cast("int64", before == cta.num_ctas - 1)
-        if before == cta.num_ctas - 1:
+        cta.common[COMMON - 1] = T.Cast("int64", before == cta.planners - 1)
+        if before == cta.planners - 1:
             counter[0] = 0
     cta.meet()
     assign(is_last, T.Cast("int32", cta.common[COMMON - 1]))
@@ -59,6 +72,23 @@ def publish(cta):
     cta.meet()
     if cta.thread == 0:
         T.cuda.thread_fence()
+
+
+@T.inline
+def leave(cta, counter):
+    """Count this CTA out when all it wrote is visible."""
+    publish(cta)
+    if cta.thread == 0:
+        T.evaluate(T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1)))
+
+
+@T.inline
+def wait_for_others(cta, counter, goal):
+    """Wait until so many others have left, since the memory is used."""
+    if cta.thread == 0:
+        wait_until(counter, goal)
+        T.cuda.thread_fence()
+    cta.meet()
 
 
 @T.inline
@@ -114,7 +144,8 @@ def add_up(cta, value_of, sums, count, totals):
 class Block:
     """A CTA of `THREADS` threads; ``common`` is an int64 array for what they tell one another.
 
-    ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
+    ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same; all
+    that plan are ``num_planning``.
     ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable:
     which words of ``common`` were written last. ``bins`` are for sorting (`block_sort`).
     """
@@ -122,7 +153,7 @@ class Block:
     thread: Expr
     warp: Expr
     lane: Expr
-    num_ctas: Expr
+    num_planning: Expr
     planner: Any
     planners: Any
     job: Any
@@ -133,6 +164,8 @@ class Block:
     add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
+    leave: Any = leave
+    wait_for_others: Any = wait_for_others
     sort: Any = sort
 
     @property

@@ -279,59 +279,79 @@ def copy_pages(cta, kv_indices, count, num_pages, copied, first_bad):
 
 
 @T.inline
-def look_back(cta, kv_indices, words, bad):
-    """Find the fault of the page ids, once all have been looked at; plan again if there is one."""
+def look_back(cta, kv_indices, memory, bad):
+    """Find the fault of the page ids, once all have been looked at; wait if there is one."""
+    words = T.meta_var(memory.of_batch(Place.FIRST_BAD))
+    expected = T.meta_var(memory.of_batch(Place.EXPECTED))
+    goal = var(expected[0] + cta.num_planning)
     worst = var(words[0])
     cta.meet()
+    expected[0] = goal
     if worst > 0:
         where = var(INT32_MAX - worst)
         page = T.meta_var(kv_indices[where])
         negative = T.meta_var(batches.fault_at(page < 0, Status.KV_INDEX, where))
         missing = T.meta_var(batches.fault_at(page >= 0, Status.NO_PAGE, where))
         assign(bad, T.min(negative, missing))
-        cta.plan_alone()
         words[0] = 0
+        cta.wait_for_others(cta, memory.of_batch(Place.PLANNED), goal)
+        cta.plan_alone()
+
+
+@T.inline
+def copy_and_check(cta, batch, kv_indices, memory, limits, bad):
+    """Copy page ids; the last CTA to do so finds the fault there is among all."""
+    pages = T.meta_var(batch.kv_indptr[batch.size])
+    most = T.meta_var(T.min(kv_indices.shape[0], limits.pages))
+    copied = T.meta_var(memory.of_batch(Place.KV_INDICES))
+    first_bad = T.meta_var(memory.of_batch(Place.FIRST_BAD))
+    count = var(T.max(T.min(pages, most), 0))
+    is_last = var(0)
+    copy_pages(cta, kv_indices, count, limits.num_pages, copied, first_bad)
+    cta.arrive(cta, memory.of_batch(Place.ARRIVALS), is_last)
+    if is_last != 0:
+        look_back(cta, kv_indices, memory, bad)
 
 
 @T.inline
 def plan_on_device(cta, batch, kv_indices, given, memory, problem, scratch):
-    """Do what one of the CTAs does: plan a family's work or copy pages; the last one looks back."""
-    limits = T.meta_var(problem.limits)
+    """Do what one of the CTAs does: plan a family's work, or describe the batch and copy pages.
+
+    The last to copy plans all families once more, for a batch without keys, if an id is wrong: when
+    all others are done.
+    """
     num_jobs = T.meta_var(memory.jobs.shape[0])
+    limits = T.meta_var(problem.limits)
     derived = T.meta_var(memory.derived())
-    words = T.meta_var(memory.of_batch(Place.FIRST_BAD))
     header = T.meta_var(memory.of_batch(Place.HEADER))
+    bad = var(T.int64(batches.NO_FAULT))
     job = var(cta.job)
     stop = var(T.min(job + 1, num_jobs))
-    describes = var(as_bit(T.And(job == num_jobs, cta.planner == cta.planners - 1)))
-    bad = var(T.int64(batches.NO_FAULT))
-    is_last = var(0)
-    attempts = var(1)
-    while attempts > 0:
-        attempts = 0
+    is_planning = var(as_bit(job < num_jobs))
+    describes = var(as_bit(T.And(is_planning == 0, cta.planner == cta.planners - 1)))
+    copies = var(as_bit(T.And(is_planning == 0, batch.paged)))
+    goes_on = var(1)
+    while goes_on != 0:
         if describes != 0:
             batches.describe(cta, batch, kv_indices, limits, given, bad, derived, header)
         while job < stop:
             plan_family(cta, batch, kv_indices, given, memory, job, derived, scratch, problem, bad)
-            cta.meet()
             job = job + 1
-        if T.And(batch.paged, bad == T.int64(batches.NO_FAULT)):
-            if cta.job == num_jobs:
-                pages = T.meta_var(batch.kv_indptr[batch.size])
-                most = T.meta_var(T.min(kv_indices.shape[0], limits.pages))
-                copied = T.meta_var(memory.of_batch(Place.KV_INDICES))
-                count = var(T.max(T.min(pages, most), 0))
-                copy_pages(cta, kv_indices, count, limits.num_pages, copied, words)
-            cta.arrive(cta, memory.of_batch(Place.ARRIVALS), is_last)
-            if is_last != 0:
-                look_back(cta, kv_indices, words, bad)
-                if bad != T.int64(batches.NO_FAULT):
-                    attempts = 1
-                    describes = 1
-                    job = 0
-                    stop = num_jobs
-        else:
-            cta.publish(cta)
+            if job < stop:
+                cta.meet()
+        goes_on = 0
+        if copies != 0:
+            copies = 0
+            copy_and_check(cta, batch, kv_indices, memory, limits, bad)
+            if bad != T.int64(batches.NO_FAULT):
+                goes_on = 1
+                describes = 1
+                job = 0
+                stop = num_jobs
+    if is_planning != 0:
+        cta.leave(cta, memory.of_batch(Place.PLANNED))
+    else:
+        cta.publish(cta)
 
 
 def problem_of(numbers: Sequence[Any], kv_bounds: KvBounds | None) -> Problem:

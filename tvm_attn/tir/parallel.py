@@ -9,7 +9,10 @@ A CTA is an object with
 * ``meet()`` : a barrier;
 * ``prefetch(rows, row)`` : begins to read words that are needed later;
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
-* ``arrive(cta, counter, is_last)`` : the same, and finds the last of several CTAs;
+* ``leave(cta, counter)`` : the same, and counts the CTA;
+* ``wait_for_others(cta, counter, goal)`` : waits until so many have left;
+* ``arrive(cta, counter, is_last)`` : the same as `leave`, and finds the last of those that do the
+  same;
 * ``agree(totals)`` : makes variables, each with its operator, the same in all threads, which meet
   once on the way; what is int64, or added up, is not negative;
 * ``add_up(cta, value_of, sums, count, totals)`` : writes the sums of the int64 values before each,
