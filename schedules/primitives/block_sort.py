@@ -89,10 +89,34 @@ def open_bins(cta):
 
 
 @T.inline
-def sort(cta, keys, first, spare, count, low, high):
-    """Sort int64 keys by their upper halves; `first` and `spare` are swapped on the way."""
-    left = var(high - low)
-    shift = var(0)
+def clear_bins(cta):
+    """Empty a warp's bins."""
+    for turn in T.unroll(BINS // 2 // WARP):
+        cta.pairs_of_bins[cta.warp * (BINS // 2) + turn * WARP + cta.lane] = 0
+    meet_in_warp()
+
+
+@T.inline
+def sort_few(cta, keys, first, count, low, shift):
+    """Sort keys by a digit, each thread one."""
+    is_there = var(as_bit(cta.thread < count))
+    key = var(keys[first + T.min(cta.thread, count - 1)])
+    digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
+    alike = var(lanes_alike(T.Select(is_there != 0, digit, -1)))
+    before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
+    place = var(cta.warp * BINS + digit)
+    clear_bins(cta)
+    if T.And(is_there != 0, before == 0):
+        cta.bins[place] = T.cast(count_bits(alike), "uint16")
+    cta.meet()
+    open_bins(cta)
+    if is_there != 0:
+        keys[first + T.cast(cta.bins[place], "int32") + before] = key
+
+
+@T.inline
+def sort_many(cta, keys, first, spare, count, low, shift):
+    """Sort keys by a digit; `first` and `spare` are swapped."""
 
     @T.inline
     def count_key(place, key):
@@ -102,17 +126,26 @@ def sort(cta, keys, first, spare, count, low, high):
     def move(place, key):
         keys[spare + place] = key
 
+    clear_bins(cta)
+    visit_keys(cta, keys, first, count, low, shift, count_key)
+    cta.meet()
+    open_bins(cta)
+    visit_keys(cta, keys, first, count, low, shift, move)
+    begin = var(first)
+    assign(first, spare)
+    assign(spare, begin)
+
+
+@T.inline
+def sort(cta, keys, first, spare, count, low, high):
+    """Sort int64 keys by their upper halves; `first` and `spare` may be swapped on the way."""
+    left = var(high - low)
+    shift = var(0)
     while left > 0:
-        for turn in T.unroll(BINS // 2 // WARP):
-            cta.pairs_of_bins[cta.warp * (BINS // 2) + turn * WARP + cta.lane] = 0
-        meet_in_warp()
-        visit_keys(cta, keys, first, count, low, shift, count_key)
+        if count <= cta.threads:
+            sort_few(cta, keys, first, count, low, shift)
+        else:
+            sort_many(cta, keys, first, spare, count, low, shift)
         cta.meet()
-        open_bins(cta)
-        visit_keys(cta, keys, first, count, low, shift, move)
-        cta.meet()
-        begin = var(first)
-        assign(first, spare)
-        assign(spare, begin)
         assign(left, T.shift_right(left, DIGIT_BITS))
         assign(shift, shift + DIGIT_BITS)

@@ -32,6 +32,8 @@ from tvm_attn.worklist import Header, Status
 ORDERS = 4
 """Kinds of fault that share a status, one looked for after another."""
 NO_FAULT = (1 << 62) - 1
+PLAIN, OTHER, WRONG = range(3)
+"""Kinds of batches: each request is one unit of a family, or not, or there is a fault."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,8 @@ def is_too_long(batch: Batch, b: Any) -> Any:
     return T.max(rows, tokens) > T.int64(LENGTH_LIMIT)
 
 
-def faults_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> list[Fault]:
-    """Return what may be wrong with a request; `given` says whether its positions are given."""
-    q_pos, kv_pos = batch.q_pos_offset, batch.kv_pos_offset
+def faults_of(batch: Batch, limits: Limits, b: Any) -> list[Fault]:
+    """Return what may be wrong with a request but for its positions."""
     faults: list[Fault] = [
         (batch.qo_indptr[b] > batch.qo_indptr[b + 1], Status.QO_INDPTR, b + 1, 0),
         (batch.kv_indptr[b] > batch.kv_indptr[b + 1], Status.KV_INDPTR, b + 1, 0),
@@ -122,6 +123,13 @@ def faults_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> l
     ]
     if batch.paged:
         faults.append((batch.last_page_is_wrong(b), Status.LAST_PAGE_LEN, b, 0))
+    return faults
+
+
+def faults_of_positions(batch: Batch, given: tuple[Any, Any], b: Any) -> list[Fault]:
+    """Return what may be wrong with a request's positions; `given` says whether there are any."""
+    faults: list[Fault] = []
+    q_pos, kv_pos = batch.q_pos_offset, batch.kv_pos_offset
     for order, (is_given, offsets, length) in enumerate(
         ((given[0], q_pos, batch.qo_len(b)), (given[1], kv_pos, batch.kv_len(b))), start=1
     ):
@@ -148,7 +156,9 @@ def find_fault(cta, batch, num_indices, limits, given, out):
     @T.inline
     def check_entry(b):
         if b < batch.size:
-            assign(out.fault, T.min(out.fault, first_of(faults_of(batch, limits, given, b))))
+            faults = T.meta_var(faults_of(batch, limits, b))
+            of_positions = T.meta_var(faults_of_positions(batch, given, b))
+            assign(out.fault, T.min(out.fault, first_of([*faults, *of_positions])))
         else:
             whole = T.meta_var(first_of(faults_of_all(batch, num_indices, limits)))
             assign(out.fault, T.min(out.fault, whole))
@@ -158,46 +168,56 @@ def find_fault(cta, batch, num_indices, limits, given, out):
 
 
 @T.inline
-def check(cta, batch, num_indices, limits, given, out, is_wrong, note):
+def check(cta, batch, num_indices, limits, given, out, kind, note):
     """Check requests, and note what is to know of each, as if all were right.
 
-    Threads do not know of one another yet.
+    `kind`, which `note` may raise, is `WRONG` if there is a fault. Threads do not know of one
+    another yet.
     """
     assign(out.size, batch.size)
     assign(out.fault, T.int64(NO_FAULT))
-    assign(out.max_qo_len, 0)
-    assign(out.units, 0)
-    assign(is_wrong, 0)
+    assign(kind, 0)
 
     @T.inline
     def check_entry(b):
         if b < batch.size:
-            qo_len = var(batch.qo_len(b))
-            assign(is_wrong, T.bitwise_or(is_wrong, is_any(faults_of(batch, limits, given, b))))
-            assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
-            assign(out.units, out.units + as_bit(qo_len > 0))
+            assign(kind, T.max(kind, WRONG * is_any(faults_of(batch, limits, b))))
+            if T.Or(given[0], given[1]):
+                assign(kind, T.max(kind, WRONG * is_any(faults_of_positions(batch, given, b))))
             note(b)
         else:
             whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
-            assign(is_wrong, T.bitwise_or(is_wrong, whole))
+            assign(kind, T.max(kind, WRONG * whole))
 
     spread(cta, batch.size + 1, check_entry)
 
 
 @T.inline
-def add_tokens(cta, batch, out):
-    """Find the longest request, and the KV tokens of all."""
+def add_up_all(cta, batch, out):
+    """Find what holds for all requests, as if they were right."""
+    assign(out.max_qo_len, 0)
     assign(out.max_kv_len, 0)
     assign(out.tokens, T.int64(0))
+    assign(out.units, 0)
 
     @T.inline
     def add_request(b):
+        qo_len = var(batch.qo_len(b))
         kv_len = var(T.max(batch.kv_len(b), 0))
+        assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
         assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
         assign(out.tokens, out.tokens + wide(kv_len))
+        assign(out.units, out.units + as_bit(qo_len > 0))
 
     spread(cta, batch.size, add_request)
-    cta.agree([(out.max_kv_len, largest), (out.tokens, added)])
+    cta.agree(
+        [
+            (out.max_qo_len, largest),
+            (out.max_kv_len, largest),
+            (out.tokens, added),
+            (out.units, added),
+        ]
+    )
 
 
 def q_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
@@ -359,16 +379,16 @@ def describe(cta, batch, kv_indices, limits, given, bad, out, header):
 
     `bad` is a fault of the page ids.
     """
-    is_wrong = var(0)
+    kind = var(0)
 
     @T.inline
     def note(b):
         pass
 
-    check(cta, batch, kv_indices.shape[0], limits, given, out, is_wrong, note)
-    cta.agree([(is_wrong, largest), (out.max_qo_len, largest), (out.units, added)])
-    add_tokens(cta, batch, out)
-    if is_wrong != 0:
+    check(cta, batch, kv_indices.shape[0], limits, given, out, kind, note)
+    cta.agree([(kind, largest)])
+    add_up_all(cta, batch, out)
+    if kind == WRONG:
         find_fault(cta, batch, kv_indices.shape[0], limits, given, out)
     assign(out.fault, T.min(out.fault, bad))
     if cta.is_first():

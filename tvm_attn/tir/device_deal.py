@@ -25,10 +25,13 @@ from tvm_attn.tir.planner_line import Line, place_boundary, set_boundary
 from tvm_attn.tir.planner_units import MIN_PIECE, Machine
 from tvm_attn.worklist import MERGE_WORDS
 
+ROUNDS = 2
+"""Rounds there and back whose units are looked up at once."""
+
 
 @T.inline
 def measure_snake(cta, table, machine, max_load):
-    """Find the load of the longest CTA under `deal_snake`: two rounds at once, there and back."""
+    """Find the load of the longest CTA under `deal_snake`: some rounds there and back at once."""
     count = var(table.count * machine.heads.value)
 
     @T.inline
@@ -37,11 +40,14 @@ def measure_snake(cta, table, machine, max_load):
         unit = var(c)
         back = var(2 * machine.num_ctas - 1 - c)
         while unit < count:
-            there = var(table.cost(machine.heads.div(unit)))
-            again = var(table.cost(machine.heads.div(T.min(back, count - 1))))
-            load = load + wide(there + T.Select(back < count, again, 0))
-            unit = unit + 2 * machine.num_ctas
-            back = back + 2 * machine.num_ctas
+            for _ in T.unroll(ROUNDS):
+                there = var(table.cost(machine.heads.div(T.min(unit, count - 1))))
+                again = var(table.cost(machine.heads.div(T.min(back, count - 1))))
+                load = load + wide(
+                    T.Select(unit < count, there, 0) + T.Select(back < count, again, 0)
+                )
+                unit = unit + 2 * machine.num_ctas
+                back = back + 2 * machine.num_ctas
         assign(max_load, T.max(max_load, load))
 
     if table.shortest == table.longest:

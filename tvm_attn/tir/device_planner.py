@@ -30,7 +30,7 @@ from tvm_attn.tir.device_units import (
     note_cost,
     totals_of,
 )
-from tvm_attn.tir.parallel import added, largest, spread_shared
+from tvm_attn.tir.parallel import largest, spread_shared
 from tvm_attn.tir.planner_deal import WorkList
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
@@ -161,12 +161,13 @@ class Problem:
 
 @T.inline
 def check_and_list(cta, batch, kv_indices, given, problem, derived, table, rows, machine, bad):
-    """Check a batch, and list a unit for each request, as if all had just one.
+    """Check a batch, and list a unit for each request, as if all had just one: if they have.
 
     `bad` is a fault of the page ids.
     """
     limits = T.meta_var(problem.limits)
-    is_wrong = var(0)
+    family = T.meta_var(rows.family)
+    kind = var(0)
 
     @T.inline
     def list_request(request):
@@ -174,23 +175,22 @@ def check_and_list(cta, batch, kv_indices, given, problem, derived, table, rows,
         describe(row, rows, request, 0)
         cost = var(machine.cost(row.kv_begin, row.kv_end))
         note_cost(table, request, cost, request)
+        of_request = T.meta_var(rows.lengths.qo_len(request) * family.group.value)
+        most = T.meta_var(T.min(family.row_max, family.tile_rows))
+        is_other = T.meta_var(T.Or(of_request < 1, of_request > most))
+        assign(kind, T.max(kind, as_bit(is_other)))
 
     begin_table(table, batch.size)
-    batches.check(cta, batch, kv_indices.shape[0], limits, given, derived, is_wrong, list_request)
-    cta.agree(
-        [
-            (is_wrong, largest),
-            (derived.max_qo_len, largest),
-            (derived.units, added),
-            *totals_of(table),
-        ]
-    )
+    batches.check(cta, batch, kv_indices.shape[0], limits, given, derived, kind, list_request)
+    cta.agree([(kind, largest), *totals_of(table)])
+    assign(rows.is_plain, as_bit(T.And(kind == batches.PLAIN, family.row_min == 1)))
     if problem.clusters.size > 0:
-        batches.add_tokens(cta, batch, derived)
-    if T.Or(is_wrong != 0, bad != T.int64(batches.NO_FAULT)):
+        batches.add_up_all(cta, batch, derived)
+    if T.Or(kind == batches.WRONG, bad != T.int64(batches.NO_FAULT)):
         batches.find_fault(cta, batch, kv_indices.shape[0], limits, given, derived)
         assign(derived.fault, T.min(derived.fault, bad))
         batches.replace(cta, limits, derived)
+        assign(rows.is_plain, 0)
 
 
 @T.inline
@@ -238,10 +238,7 @@ def plan_family(cta, batch, kv_indices, given, memory, job, derived, scratch, pr
     assign(table.spare, div(scratch.keys.shape[0], TABLES))
     check_and_list(cta, batch, kv_indices, given, problem, derived, table, rows, machine, bad)
     settle_role(derived, problem, words[Job.ROLE], row_max, own_split)
-    fit = T.meta_var(derived.max_qo_len * problem.group_size <= T.min(row_max, family.tile_rows))
-    single = T.meta_var(T.And(derived.units == derived.size, family.row_min == 1))
-    is_right = T.meta_var(derived.fault == T.int64(batches.NO_FAULT))
-    is_plain = as_bit(T.And(is_right, T.And(single, fit)))
+    is_plain = is_plain * as_bit(row_max > 0)
     if is_plain != 0:
         table.total = table.total * wide(machine.heads.value)
     else:
