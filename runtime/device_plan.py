@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tvm_attn.runtime.fixed import FixedMemory
 
 MAX_ROWS = 2**31 - 1
-PLANNERS = 8
+PLANNERS = 32
 """CTAs that plan the same family's work and share the writing of its items."""
 COPIED_PAGES = 4096
 """Page ids that a CTA copies."""
@@ -87,7 +87,10 @@ class DevicePlanner:
         for word, name in zip(Place, BATCH, strict=False):
             place[word] = room.begin(name)
         place[Place.HEADER], words = room.begin("header"), room.begin("words")
-        place[Place.ARRIVALS], place[Place.FIRST_BAD] = words, words + 1
+        for number, word in enumerate(
+            (Place.ARRIVALS, Place.FIRST_BAD, Place.PLANNED, Place.EXPECTED)
+        ):
+            place[word] = words + number
         jobs = np.zeros((len(counts), JOB_WORDS), np.int32)
         least = 1
         for row, (family, of_family) in zip(jobs, counts.items(), strict=True):
@@ -116,7 +119,7 @@ class DevicePlanner:
         limits = terms.limits
         pages = limits.max_kv_tokens // (spec.page_size or 1)
         arrays = (bsr.kv_indices, bsr.kv_last_page_len, bsr.q_pos_offset, bsr.kv_pos_offset)
-        copiers = min(-(-pages // COPIED_PAGES), MOST_COPIERS) if spec.is_paged else 0
+        copiers = max(min(-(-pages // COPIED_PAGES), MOST_COPIERS), 1) if spec.is_paged else 1
         self._launch(
             *(bsr.qo_indptr, bsr.kv_indptr),
             *(none if array is None else array for array in arrays),

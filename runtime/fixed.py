@@ -33,7 +33,7 @@ from tvm_attn.worklist import HEADER_WORDS
 if TYPE_CHECKING:
     from tvm_attn.runtime.device_plan import DevicePlanner
 
-WORDS = 2
+WORDS = 4
 """Words that the CTAs of a device's planner share."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.block import COMMON, THREADS, Block
+from tvm_attn.schedules.primitives.block import COMMON, THREADS, WARPS, Block
+from tvm_attn.schedules.primitives.block_sort import BINS
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.target import Arch
 from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
@@ -31,8 +32,9 @@ MOST_ROWS = 6144
 
 def rows_of(arch: Arch) -> int:
     """Return how many units and pieces the shared memory of an architecture holds."""
-    words = COMMON + THREADS + ROW_BYTES
-    rest = arch.shared_memory_per_block - 8 * words - CTA_BYTES * (DEVICE_CTAS + 1)
+    words = COMMON + ROW_BYTES
+    rest = arch.shared_memory_per_block - 8 * words - 2 * WARPS * BINS
+    rest -= CTA_BYTES * (DEVICE_CTAS + 1)
     return min(rest // ROW_BYTES, MOST_ROWS)
 
 
@@ -122,7 +124,7 @@ def device_planner(
             thread = T.thread_id([THREADS])
             pool = T.meta_var(T.SMEMPool())
             common = T.meta_var(pool.alloc((COMMON,), "int64", align=8))
-            partial = T.meta_var(pool.alloc((THREADS,), "int64", align=8))
+            bins = T.meta_var(pool.alloc((WARPS * BINS,), "uint16", align=8))
             scratch = T.meta_var(
                 carve_scratch(
                     lambda size: pool.alloc((size,), "int64", align=8),
@@ -132,10 +134,14 @@ def device_planner(
                 )
             )
             pool.commit()
-            is_planning = T.meta_var(number < planning)
-            planner = var(T.Select(is_planning, T.truncmod(number, planners), number - planning))
-            together = var(T.Select(is_planning, planners, copiers))
-            job = var(T.Select(is_planning, T.truncdiv(number, planners), jobs.shape[0]))
+            job = var(0)
+            planner = var(number)
+            together = var(planners)
+            while T.And(job < jobs.shape[0], planner >= planners):
+                planner = planner - planners
+                job = job + 1
+            if job == jobs.shape[0]:
+                together = copiers
             numbers = T.meta_var(
                 (
                     *(group_size, num_kv_heads, split),
@@ -145,8 +151,8 @@ def device_planner(
             )
             cta = T.meta_var(
                 Block(
-                    *(thread, thread // WARP, thread % WARP, planning + copiers),
-                    *(planner, together, job, partial, common),
+                    *(thread, thread // WARP, thread % WARP, planning),
+                    *(planner, together, job, common, var(0), bins),
                 )
             )
             batch = T.meta_var(

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <vector>
 
@@ -27,7 +28,7 @@ static int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static Dim threadIdx, blockIdx;
 alignas(128) static uchar shared_memory[232448];
 
-enum State { READY, AT_BARRIER, IN_WARP, DONE };
+enum State { READY, AT_BARRIER, IN_WARP, WAITING, DONE };
 enum Order { FORWARD, BACKWARD, SHUFFLED };
 static const int STACK = 1 << 16, WARP = 32;
 static void (*kernel)();
@@ -71,6 +72,7 @@ static void live() {
 
 static void __syncthreads() { wait_as(AT_BARRIER); }
 static void __threadfence() {}
+static void __nanosleep(int) { wait_as(WAITING); }
 static int atomicAdd(int *word, int value) { return (*word += value) - value; }
 static int atomicMax(int *word, int value) {
   int before = *word;
@@ -103,9 +105,42 @@ template <class F> static int reduce(int value, F combine) {
   wait_as(IN_WARP);
   return total;
 }
+static uint __match_any_sync(uint, int value) {
+  int self = current, first = self / WARP * WARP;
+  slots[self] = value;
+  wait_as(IN_WARP);
+  uint lanes = 0;
+  for (int i = 0; i < WARP; i++) lanes |= (uint)(slots[first + i] == value) << i;
+  wait_as(IN_WARP);
+  return lanes;
+}
+static void __syncwarp() { wait_as(IN_WARP); }
+static int __popc(uint word) { return __builtin_popcount(word); }
 static int __reduce_max_sync(uint, int x) { return reduce(x, [](int a, int b) { return max(a, b); }); }
 static int __reduce_min_sync(uint, int x) { return reduce(x, [](int a, int b) { return min(a, b); }); }
 static int __reduce_add_sync(uint, int x) { return reduce(x, [](int a, int b) { return a + b; }); }
+
+static std::function<bool()> run_others;
+
+// Run the CTAs that have not run yet, if a thread waits for them. Returns false if it need not.
+static bool let_others_run() {
+  if (std::count(states, states + THREADS, WAITING) == 0) return false;
+  std::vector<uchar> shared(shared_memory, shared_memory + sizeof shared_memory);
+  std::vector<void *> own_places(places, places + THREADS);
+  std::vector<char *> own_stacks(stacks, stacks + THREADS);
+  std::vector<State> own_states(states, states + THREADS);
+  int block = blockIdx.x;
+  std::fill(stacks, stacks + THREADS, nullptr);
+  bool ran = run_others();
+  for (char *stack : stacks) free(stack);
+  blockIdx.x = block;
+  std::copy(shared.begin(), shared.end(), shared_memory);
+  std::copy(own_places.begin(), own_places.end(), places);
+  std::copy(own_stacks.begin(), own_stacks.end(), stacks);
+  std::copy(own_states.begin(), own_states.end(), states);
+  std::replace(states, states + THREADS, WAITING, READY);
+  return ran;
+}
 
 static bool all_are(State state, int begin, int end) {
   return std::all_of(states + begin, states + end, [=](State s) { return s == state; });
@@ -148,7 +183,7 @@ static bool run_cta(int block, Order order, std::mt19937 &random) {
         std::fill(states + first, states + first + WARP, READY);
         moved = true;
       }
-    if (!moved) return false;
+    if (!moved && !let_others_run()) return false;
   }
   return true;
 }

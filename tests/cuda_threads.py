@@ -1,7 +1,8 @@
 """CUDA source of kernels of integers, run on the host: each thread of a CTA is a fiber.
 
-CTAs run one after another, threads from barrier to barrier in an order that can be chosen: what
-depends on it, as where a barrier is missing, gives other results in another order.
+CTAs run one after another, but for one that waits for others; threads from barrier to barrier in an
+order that can be chosen: what depends on it, as where a barrier is missing, gives other results in
+another order.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ extern "C" int run(int blocks, int order, int seed, void **arrays, int *numbers)
   if (order == SHUFFLED) std::shuffle(ctas.begin(), ctas.end(), random);
   {assignments}
   kernel = call;
-  for (int cta : ctas)
-    if (!run_cta(cta, (Order)order, random)) return 1;
-  return 0;
+  size_t begun = 0;
+  run_others = [&] {{
+    size_t first = begun;
+    while (begun < ctas.size())
+      if (!run_cta(ctas[begun++], (Order)order, random)) return false;
+    return begun > first;
+  }};
+  return !run_others();
 }}
 """
 

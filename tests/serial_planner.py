@@ -9,22 +9,19 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_attn.tir.device_planner import Memory, plan_on_device, problem_of
-from tvm_attn.tir.device_policy import carve_scratch
+from tvm_attn.tir.device_policy import TABLES, carve_scratch
 from tvm_attn.tir.planner_batch import Batch
-from tvm_attn.tir.planner_ints import assign, bind, carve, store, var
+from tvm_attn.tir.planner_ints import assign, bind, carve, high_word, store, var
 from tvm_attn.tir.planner_units import KvBounds
 from tvm_attn.tir.signature import close_over
 from tvm_attn.worklist import JOB_WORDS
-
-THREADS = 24
-"""Of each CTA: the word of each in ``partial``."""
 
 
 @T.inline
 def arrive(cta: Any, counter: Any, is_last: Any) -> None:
     """Count a CTA in."""
     counter[0] = counter[0] + 1
-    is_last = T.Select(counter[0] == cta.num_ctas, 1, 0)
+    is_last = T.Select(counter[0] == cta.planners, 1, 0)
     if is_last != 0:
         counter[0] = 0
 
@@ -36,35 +33,80 @@ def publish(cta: Any) -> None:
 
 
 @T.inline
-def add_up_partials(cta: Any) -> None:
-    """Replace the words of threads by the sum of those before."""
+def leave(cta: Any, counter: Any) -> None:
+    """Count a CTA out."""
+    counter[0] = counter[0] + 1
+
+
+@T.inline
+def wait_for_others(cta: Any, counter: Any, goal: Any) -> None:
+    """They were there before."""
+    assert counter[0] == goal, "others are still planning"
+
+
+@T.inline
+def add_up(cta: Any, value_of: Any, sums: Any, count: Any, totals: Any) -> None:
+    """Write the sums of the values before each."""
     total = var(T.int64(0))
-    for i in T.serial(THREADS):
-        value = var(cta.partial[i])
-        cta.partial[i] = total
+    for i in T.serial(count):
+        value = var(value_of(i))
+        sums[i] = total
         total = total + value
+    sums[count] = total
+
+
+@T.inline
+def sort(cta: Any, keys: Any, first: Any, spare: Any, count: Any, low: Any, high: Any) -> None:
+    """Sort keys by their upper halves: put each where it belongs among those before."""
+    for i in T.serial(count):
+        key = var(keys[first + i])
+        place = var(i)
+        while T.if_then_else(
+            place > 0, high_word(keys[first + T.max(place - 1, 0)]) > high_word(key), False
+        ):
+            keys[first + place] = keys[first + place - 1]
+            place = place - 1
+        keys[first + place] = key
 
 
 @dataclass(frozen=True)
 class SerialCta:
     """A CTA whose threads take turns, at each number that is visited."""
 
-    num_ctas: Any
+    num_planning: Any
     planner: Any
     planners: Any
     job: Any
-    partial: Any
     backward: Any
-    threads: int = THREADS
-    add_up_partials: Any = add_up_partials
+    add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
+    leave: Any = leave
+    wait_for_others: Any = wait_for_others
+    sort: Any = sort
 
-    def turns(self, count: Any) -> Any:
-        return count
+    def _numbers(self, count: Any, first: Any, step: Any) -> tuple[Any, Any]:
+        back = self.backward != 0
+        return T.Select(back, count - 1 - first, first), T.Select(back, -step, step)
 
-    def index(self, turn: Any, count: Any) -> Any:
-        return T.Select(self.backward != 0, count - 1 - turn, turn)
+    @property
+    def num_threads(self) -> Any:
+        return self.planners
+
+    def own(self, count: Any) -> tuple[Any, Any]:
+        return self._numbers(count, 0, 1)
+
+    def shared(self, count: Any) -> tuple[Any, Any]:
+        return self._numbers(count, self.planner, self.planners)
+
+    def lists(self, count: Any, bits: Any) -> tuple[Any, Any]:
+        return self.shared(count)
+
+    def entries(self, count: Any, bits: Any) -> tuple[Any, Any]:
+        return self.own(count)
+
+    def is_inside(self, i: Any, count: Any) -> Any:
+        return T.And(i >= 0, i < count)
 
     def meet(self) -> None:
         """Nobody is late."""
@@ -76,7 +118,7 @@ class SerialCta:
         """There is nobody to disagree."""
 
     def is_first(self) -> Any:
-        return self.planner == 0
+        return self.planner == self.planners - 1
 
     def raise_to(self, words: Any, value: Any) -> None:
         store(words, 0, T.max(words[0], value))
@@ -141,7 +183,6 @@ def serial_planner(
             T.reads()
             T.writes()
             taken = T.meta_var(Carver(longs, ints))
-            partial = T.meta_var(taken.long(THREADS))
             scratch = T.meta_var(carve_scratch(taken.long, taken.int, ROWS, CTAS))
             numbers = T.meta_var(
                 (
@@ -180,7 +221,7 @@ def serial_planner(
                 planner = var(T.Select(plans, T.truncmod(number, planners), number - planning))
                 together = var(T.Select(plans, planners, copiers))
                 job = var(T.Select(plans, T.truncdiv(number, planners), jobs.shape[0]))
-                cta = T.meta_var(SerialCta(num_ctas, planner, together, job, partial, backward))
+                cta = T.meta_var(SerialCta(planning, planner, together, job, backward))
                 plan_on_device(
                     cta, batch, kv_indices, given, Memory(block, place, jobs), problem, scratch
                 )
@@ -188,7 +229,7 @@ def serial_planner(
     return close_over(serial, extra, before=20, name="plan_on_device")
 
 
-LONGS = THREADS + 4 * (ROWS + 1) + 2 * (CTAS + 1)
+LONGS = (TABLES + 1) * (ROWS + 1) + 2 * (CTAS + 1)
 INTS = 3 * (CTAS + 1)
 
 

@@ -117,8 +117,10 @@ class Place(IntEnum):
     Q_POS_OFFSET = 4
     KV_POS_OFFSET = 5
     HEADER = 6
-    ARRIVALS = 7  # CTAs of a launch that are done
+    ARRIVALS = 7  # CTAs of a launch that have copied page ids
     FIRST_BAD = 8  # INT32_MAX less the position of the first bad page id, 0 if there is none
+    PLANNED = 9  # CTAs of all launches that have planned
+    EXPECTED = 10  # and how many these are once the last launch is done
 
 
 class Job(IntEnum):

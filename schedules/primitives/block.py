@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import ALL_LANES
+from tvm_attn.schedules.primitives.block_sort import sort
+from tvm_attn.schedules.primitives.lanes import Combine, Expr, add_up_lanes, agree_in_warp
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.parallel import added, largest, least
-from tvm_attn.tir.planner_ints import assign, ceil_div, store, var
+from tvm_attn.tir.parallel import added
+from tvm_attn.tir.planner_ints import assign, ceil_div, store, var, wide
 
-Expr = Any
-Combine = Callable[[Any, Any], Any]
 Total = tuple[Any, Combine]
 
 THREADS = 512
 WARPS = THREADS // WARP
-LANE_BITS, WARP_BITS = WARP.bit_length() - 1, WARPS.bit_length() - 1
-MOST_TOTALS = 5
+MOST_TOTALS = 6
 """Variables that are agreed on at once."""
 RESULTS = MOST_TOTALS * WARPS
-COMMON = RESULTS + MOST_TOTALS
-"""Words that threads tell one another: a value of each warp, and what all agree on."""
-
-REDUCTIONS: dict[Combine, str] = {largest: "max", least: "min", added: "add"}
-"""What a warp does with int32 in one instruction."""
+COMMON = 2 * RESULTS + 1
+"""Words that warps tell one another, twice: who is late reads the ones while others write the next.
+The last says whether a CTA is the last."""
 
 PREFETCH = """
 __device__ __forceinline__ void prefetch(int* row) {
@@ -35,44 +31,22 @@ __device__ __forceinline__ void prefetch(int* row) {
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(row + threadIdx.x % 16));
 }
 """
+WAIT = """
+__device__ __forceinline__ void wait_until(int* word, int goal) {
+  while (*(volatile int*)word - goal < 0) __nanosleep(100);
+}
+"""
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
 """
 
 
-def from_below(value: Expr, lanes: int) -> Expr:
-    """Return the value of the lane so many below."""
-    return T.cuda.__shfl_up_sync(T.uint32(ALL_LANES), value, lanes, WARP)
-
-
-def from_across(value: Expr, lanes: int) -> Expr:
-    """Return the value of the lane whose number differs in a bit."""
-    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
-
-
-def agree_in_warp(variable: Any, combine: Combine, bits: int) -> None:
-    """Combine a variable of the lanes whose numbers differ in so many bits, to the same in each."""
-    if str(variable.ty) == "int32" and bits == LANE_BITS:
-        name = REDUCTIONS[combine]
-        source = (
-            f"__device__ int {name}_of_warp(int x) {{ return __reduce_{name}_sync(~0u, x); }}\n"
-        )
-        call = T.cuda.func_call(
-            f"{name}_of_warp", variable, source_code=source, return_type="int32"
-        )
-        assign(variable, call)
-        return
-    for bit in range(bits):
-        assign(variable, combine(variable, from_across(variable, 1 << bit)))
-
-
-@T.inline
-def add_up_lanes(variable, lane):
-    """Add the values of the lanes below to a lane's own."""
-    for bit in T.unroll(LANE_BITS):
-        below = var(from_below(variable, T.shift_left(1, bit)))
-        if lane >= T.shift_left(1, bit):
-            variable = variable + below
+def wait_until(words: Expr, goal: Expr) -> None:
+    """Wait until a word of memory, which only grows, is as large as a number, or has passed it."""
+    call = T.cuda.func_call(
+        "wait_until", words.ptr_to([0]), goal, source_code=WAIT, return_type="void"
+    )
+    T.evaluate(call)
 
 
 @T.inline
@@ -82,11 +56,11 @@ def arrive(cta, counter, is_last):
     if cta.thread == 0:
         T.cuda.thread_fence()
         before: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
-        cta.common[0] = T.Cast("int64", before == cta.num_ctas - 1)
-        if before == cta.num_ctas - 1:
+        cta.common[COMMON - 1] = T.Cast("int64", before == cta.planners - 1)
+        if before == cta.planners - 1:
             counter[0] = 0
     cta.meet()
-    assign(is_last, T.Cast("int32", cta.common[0]))
+    assign(is_last, T.Cast("int32", cta.common[COMMON - 1]))
     if is_last != 0:
         cta.meet()
         T.cuda.thread_fence()
@@ -101,49 +75,126 @@ def publish(cta):
 
 
 @T.inline
-def add_up_partials(cta):
-    """Replace the words of the threads by the sums of those before."""
-    own = var(cta.partial[cta.thread])
-    total = var(own)
-    add_up_lanes(total, cta.lane)
-    if cta.lane == WARP - 1:
-        cta.common[cta.warp] = total
+def leave(cta, counter):
+    """Count this CTA out when all it wrote is visible."""
+    publish(cta)
+    if cta.thread == 0:
+        T.evaluate(T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1)))
+
+
+@T.inline
+def wait_for_others(cta, counter, goal):
+    """Wait until so many others have left, since the memory is used."""
+    if cta.thread == 0:
+        wait_until(counter, goal)
+        T.cuda.thread_fence()
     cta.meet()
-    of_warps = var(cta.common[cta.lane % WARPS])
-    add_up_lanes(of_warps, cta.lane)
-    before = var(T.cuda.__shfl_sync(T.uint32(ALL_LANES), of_warps, T.max(cta.warp - 1, 0), WARP))
-    cta.partial[cta.thread] = total - own + T.Select(cta.warp > 0, before, T.int64(0))
+
+
+@T.inline
+def scan(cta, own, before, totals):
+    """Find the sum of the values of the threads before, and agree on totals; all threads meet."""
+    assign(before, own)
+    add_up_lanes(before, cta.lane)
+    cta.turn_over()
+    if cta.lane == WARP - 1:
+        cta.common[cta.turn + cta.warp] = before
+    cta.offer(totals, 1)
+    cta.meet()
+    ahead = var(T.if_then_else(cta.lane < cta.warp, cta.common[cta.turn + cta.lane], T.int64(0)))
+    agree_in_warp(ahead, added)
+    assign(before, before - own + ahead)
+    cta.take(totals, 1)
+
+
+@T.inline
+def add_up(cta, value_of, sums, count, totals):
+    """Write the sums of the values before each; the sum of all comes behind them.
+
+    If a thread has more than one value, they follow one another, an odd number of them: in shared
+    memory, they are then in different banks.
+    """
+    run = var(T.bitwise_or(ceil_div(count, THREADS), 1))
+    at = var(cta.thread * run)
+    end = var(T.min(at + run, count))
+    own = var(T.int64(0))
+    before = var(T.int64(0))
+    if run == 1:
+        if at < end:
+            own = value_of(at)
+    else:
+        while at < end:
+            value = var(value_of(at))
+            sums[at] = value
+            own = own + value
+            at = at + 1
+    scan(cta, own, before, totals)
+    if cta.thread == THREADS - 1:
+        sums[count] = before + own
+    at = cta.thread * run
+    while at < end:
+        held = var(T.if_then_else(run > 1, sums[at], T.int64(0)))
+        sums[at] = before
+        before = before + held
+        at = at + 1
+    cta.meet()
 
 
 @dataclass(frozen=True)
 class Block:
     """A CTA of `THREADS` threads; ``common`` is an int64 array for what they tell one another.
 
-    ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same.
-    ``job`` is what they do, the number of jobs if it is something else.
+    ``planner`` and ``planners`` are variables: which CTA it is of how many that do the same; all
+    that plan are ``num_planning``.
+    ``job`` is what they do, the number of jobs if it is something else. ``turn`` is a variable:
+    which words of ``common`` were written last. ``bins`` are for sorting (`block_sort`).
     """
 
     thread: Expr
     warp: Expr
     lane: Expr
-    num_ctas: Expr
+    num_planning: Expr
     planner: Any
     planners: Any
     job: Any
-    partial: Any
     common: Any
+    turn: Any
+    bins: Any
     threads: int = THREADS
-    add_up_partials: Any = add_up_partials
+    add_up: Any = add_up
     arrive: Any = arrive
     publish: Any = publish
+    leave: Any = leave
+    wait_for_others: Any = wait_for_others
+    sort: Any = sort
 
-    def turns(self, count: Expr) -> Expr:
-        """How often each thread has a number below `count`."""
-        return ceil_div(count, THREADS)
+    @property
+    def num_threads(self) -> Expr:
+        """Threads of all CTAs that do the same."""
+        return self.planners * THREADS
 
-    def index(self, turn: Expr, count: Expr) -> Expr:
-        """Return a thread's number in its turn."""
-        return turn * THREADS + self.thread
+    def own(self, count: Expr) -> tuple[Expr, Expr]:
+        """Return the first number that a thread visits, and the step to the next."""
+        return self.thread, THREADS
+
+    def shared(self, count: Expr) -> tuple[Expr, Expr]:
+        """Return the same of what CTAs share, from the last CTA on: the first have more lists."""
+        back = self.planners - 1 - self.planner
+        return back * THREADS + self.thread, self.num_threads
+
+    def lists(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
+        """Return the same of groups of ``2**bits`` threads, of all CTAs."""
+        groups = T.shift_right(THREADS, bits)
+        return self.planner * groups + T.shift_right(self.thread, bits), self.planners * groups
+
+    def entries(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
+        """Return the same of the threads of a group."""
+        size = T.shift_left(1, bits)
+        return T.bitwise_and(self.thread, size - 1), size
+
+    def is_inside(self, i: Expr, count: Expr) -> Expr:
+        """Whether a thread goes on with a number."""
+        return i < count
 
     def meet(self) -> None:
         """Wait for all threads."""
@@ -156,27 +207,43 @@ class Block:
         )
         T.evaluate(call)
 
+    @property
+    def pairs_of_bins(self) -> Expr:
+        """The bins, two in each int32."""
+        bins = self.bins
+        shape = (bins.shape[0] // 2,)
+        return T.decl_buffer(shape, "int32", data=bins.data, elem_offset=bins.elem_offset // 2)
+
+    def turn_over(self) -> None:
+        """Tell one another something else now."""
+        assign(self.turn, RESULTS - self.turn)
+
+    def offer(self, totals: Sequence[Total], first: int) -> None:
+        """Tell others the totals of a warp."""
+        for place, (variable, combine) in enumerate(totals, first):
+            agree_in_warp(variable, combine)
+            with T.If(self.lane == 0), T.Then():
+                store(self.common, self.turn + place * WARPS + self.warp, wide(variable))
+
+    def take(self, totals: Sequence[Total], first: int) -> None:
+        """Combine the totals of all warps."""
+        for place, (variable, combine) in enumerate(totals, first):
+            found = self.common[self.turn + place * WARPS + self.lane % WARPS]
+            if combine is added:
+                found = T.if_then_else(self.lane < WARPS, found, T.int64(0))
+            assign(variable, T.cast(found, str(variable.ty)))
+            agree_in_warp(variable, combine)
+
     def agree(self, totals: Sequence[Total]) -> None:
         """Combine variables of all threads, to the same in each."""
-        for place, (variable, combine) in enumerate(totals):
-            agree_in_warp(variable, combine, LANE_BITS)
-            with T.If(self.lane == 0), T.Then():
-                store(self.common, place * WARPS + self.warp, T.cast(variable, "int64"))
+        self.turn_over()
+        self.offer(totals, 0)
         self.meet()
-        with T.If(self.warp == 0), T.Then():
-            for place, (variable, combine) in enumerate(totals):
-                found = self.common[place * WARPS + self.lane % WARPS]
-                assign(variable, T.cast(found, str(variable.ty)))
-                agree_in_warp(variable, combine, WARP_BITS)
-                with T.If(self.lane == 0), T.Then():
-                    store(self.common, RESULTS + place, T.cast(variable, "int64"))
-        self.meet()
-        for place, (variable, _) in enumerate(totals):
-            assign(variable, T.cast(self.common[RESULTS + place], str(variable.ty)))
+        self.take(totals, 0)
 
     def is_first(self) -> Expr:
-        """Whether this is the one thread that writes what all know."""
-        return T.And(self.planner == 0, self.thread == 0)
+        """Whether this is the one thread that writes what all know: one with little else to do."""
+        return T.And(self.planner == self.planners - 1, self.thread == THREADS - 1)
 
     def raise_to(self, words: Any, value: Expr) -> None:
         """Make a word of memory at least as large as a value."""

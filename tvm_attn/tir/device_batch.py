@@ -7,15 +7,17 @@ row of the output is then an empty state, and nothing is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import added, each, largest, least
+from tvm_attn.tir.parallel import added, each, largest, least, spread
 from tvm_attn.tir.planner_batch import Batch, is_far
 from tvm_attn.tir.planner_ints import (
+    LENGTH_LIMIT,
     as_bit,
     assign,
     ceil_div,
@@ -29,7 +31,9 @@ from tvm_attn.worklist import Header, Status
 
 ORDERS = 4
 """Kinds of fault that share a status, one looked for after another."""
-NO_FAULT = (1 << 63) - 1
+NO_FAULT = (1 << 62) - 1
+PLAIN, OTHER, WRONG = range(3)
+"""Kinds of batches: each request is one unit of a family, or not, or there is a fault."""
 
 
 @dataclass(frozen=True)
@@ -79,81 +83,135 @@ def fault_at(is_wrong: Any, status: Status, where: Any, order: int = 0) -> Any:
     return T.Select(is_wrong, code + wide(where), T.int64(NO_FAULT))
 
 
+Fault = tuple[Any, Status, Any, int]
+"""What may be wrong: whether it is, and what `fault_at` is told of it."""
+
+
 def status_of(fault: Any) -> Any:
     """Status of a fault."""
     return T.Select(fault == T.int64(NO_FAULT), 0, high_word(fault) // ORDERS)
 
 
-def first_of(*faults: Any) -> Any:
-    """Return the fault that the host would find first."""
-    return reduce(T.min, faults)
-
-
-def fault_of_all(batch: Batch, num_indices: Any, limits: Limits) -> Any:
-    """Return what is wrong with a batch as a whole."""
+def faults_of_all(batch: Batch, num_indices: Any, limits: Limits) -> list[Fault]:
+    """Return what may be wrong with a batch as a whole."""
     pages = batch.kv_indptr[batch.size]
-    faults = [
-        fault_at(batch.qo_indptr[0] != 0, Status.QO_INDPTR, 0),
-        fault_at(batch.kv_indptr[0] != 0, Status.KV_INDPTR, 0),
-        fault_at(batch.qo_indptr[batch.size] > limits.qo_tokens, Status.QO_LIMIT, 0),
-        fault_at(pages > limits.pages, Status.KV_LIMIT, 0),
+    faults: list[Fault] = [
+        (batch.qo_indptr[0] != 0, Status.QO_INDPTR, 0, 0),
+        (batch.kv_indptr[0] != 0, Status.KV_INDPTR, 0, 0),
+        (batch.qo_indptr[batch.size] > limits.qo_tokens, Status.QO_LIMIT, 0, 0),
+        (pages > limits.pages, Status.KV_LIMIT, 0, 0),
     ]
     if batch.paged:
-        faults.append(fault_at(pages > num_indices, Status.KV_INDICES_SHORT, num_indices))
-    return first_of(*faults)
+        faults.append((pages > num_indices, Status.KV_INDICES_SHORT, num_indices, 0))
+    return faults
 
 
-def fault_of(batch: Batch, limits: Limits, given: tuple[Any, Any], b: Any) -> Any:
-    """Return what is wrong with a request; `given` says whether its positions are given."""
+def is_too_long(batch: Batch, b: Any) -> Any:
+    """Whether `Batch.is_too_long`: by products, which takes less time here than quotients."""
+    rows = wide(batch.qo_len(b)) * wide(batch.group_size)
+    tokens = wide(batch.pages(b)) * wide(batch.page_size)
+    return T.max(rows, tokens) > T.int64(LENGTH_LIMIT)
+
+
+def faults_of(batch: Batch, limits: Limits, b: Any) -> list[Fault]:
+    """Return what may be wrong with a request but for its positions."""
+    faults: list[Fault] = [
+        (batch.qo_indptr[b] > batch.qo_indptr[b + 1], Status.QO_INDPTR, b + 1, 0),
+        (batch.kv_indptr[b] > batch.kv_indptr[b + 1], Status.KV_INDPTR, b + 1, 0),
+        (is_too_long(batch, b), Status.TOO_LONG, b, 0),
+        (T.And(limits.qo_len > 0, batch.qo_len(b) > limits.qo_len), Status.QO_LEN, b, 0),
+    ]
+    if batch.paged:
+        faults.append((batch.last_page_is_wrong(b), Status.LAST_PAGE_LEN, b, 0))
+    return faults
+
+
+def faults_of_positions(batch: Batch, given: tuple[Any, Any], b: Any) -> list[Fault]:
+    """Return what may be wrong with a request's positions; `given` says whether there are any."""
+    faults: list[Fault] = []
     q_pos, kv_pos = batch.q_pos_offset, batch.kv_pos_offset
-    faults = [
-        fault_at(batch.qo_indptr[b] > batch.qo_indptr[b + 1], Status.QO_INDPTR, b + 1),
-        fault_at(batch.kv_indptr[b] > batch.kv_indptr[b + 1], Status.KV_INDPTR, b + 1),
-        fault_at(batch.is_too_long(b), Status.TOO_LONG, b),
-        fault_at(T.And(limits.qo_len > 0, batch.qo_len(b) > limits.qo_len), Status.QO_LEN, b),
-    ]
-    if batch.paged:
-        faults.append(fault_at(batch.last_page_is_wrong(b), Status.LAST_PAGE_LEN, b))
     for order, (is_given, offsets, length) in enumerate(
         ((given[0], q_pos, batch.qo_len(b)), (given[1], kv_pos, batch.kv_len(b))), start=1
     ):
         offset = T.if_then_else(is_given, offsets[b], 0)
         wrong = T.Or(is_far(offset), is_far(offset + length))
-        faults.append(fault_at(T.And(is_given, wrong), Status.TOO_LONG, b, order))
-    return first_of(*faults)
+        faults.append((T.And(is_given, wrong), Status.TOO_LONG, b, order))
+    return faults
+
+
+def is_any(faults: list[Fault]) -> Any:
+    """Whether there is any fault, as a bit."""
+    return reduce(T.bitwise_or, (as_bit(fault[0]) for fault in faults))
+
+
+def first_of(faults: list[Fault]) -> Any:
+    """Return the fault that the host would find first."""
+    return reduce(T.min, (fault_at(*fault) for fault in faults))
 
 
 @T.inline
-def check(cta, batch, num_indices, limits, given, out):
-    """Check a batch, and derive what holds for all of it, as if it were right."""
+def find_fault(cta, batch, num_indices, limits, given, out):
+    """Find the fault that the host would find first."""
+
+    @T.inline
+    def check_entry(b):
+        if b < batch.size:
+            faults = T.meta_var(faults_of(batch, limits, b))
+            of_positions = T.meta_var(faults_of_positions(batch, given, b))
+            assign(out.fault, T.min(out.fault, first_of([*faults, *of_positions])))
+        else:
+            whole = T.meta_var(first_of(faults_of_all(batch, num_indices, limits)))
+            assign(out.fault, T.min(out.fault, whole))
+
+    spread(cta, batch.size + 1, check_entry)
+    cta.agree([(out.fault, least)])
+
+
+@T.inline
+def check(cta, batch, num_indices, limits, given, out, kind, note):
+    """Check requests, and note what is to know of each, as if all were right.
+
+    `kind`, which `note` may raise, is `WRONG` if there is a fault. Threads do not know of one
+    another yet.
+    """
     assign(out.size, batch.size)
     assign(out.fault, T.int64(NO_FAULT))
+    assign(kind, 0)
+
+    @T.inline
+    def check_entry(b):
+        if b < batch.size:
+            assign(kind, T.max(kind, WRONG * is_any(faults_of(batch, limits, b))))
+            if T.Or(given[0], given[1]):
+                assign(kind, T.max(kind, WRONG * is_any(faults_of_positions(batch, given, b))))
+            note(b)
+        else:
+            whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
+            assign(kind, T.max(kind, WRONG * whole))
+
+    spread(cta, batch.size + 1, check_entry)
+
+
+@T.inline
+def add_up_all(cta, batch, out):
+    """Find what holds for all requests, as if they were right."""
     assign(out.max_qo_len, 0)
     assign(out.max_kv_len, 0)
     assign(out.tokens, T.int64(0))
     assign(out.units, 0)
 
     @T.inline
-    def check_request(b):
+    def add_request(b):
         qo_len = var(batch.qo_len(b))
-        kv_len = var(batch.kv_len(b))
-        assign(out.fault, first_of(out.fault, fault_of(batch, limits, given, b)))
+        kv_len = var(T.max(batch.kv_len(b), 0))
         assign(out.max_qo_len, T.max(out.max_qo_len, qo_len))
         assign(out.max_kv_len, T.max(out.max_kv_len, kv_len))
         assign(out.tokens, out.tokens + wide(kv_len))
         assign(out.units, out.units + as_bit(qo_len > 0))
 
-    @T.inline
-    def check_entry(b):
-        if b < batch.size:
-            check_request(b)
-        else:
-            assign(out.fault, first_of(out.fault, fault_of_all(batch, num_indices, limits)))
-
-    each(cta, batch.size + 1, check_entry)
+    spread(cta, batch.size, add_request)
     cta.agree(
         [
-            (out.fault, least),
             (out.max_qo_len, largest),
             (out.max_kv_len, largest),
             (out.tokens, added),
@@ -162,12 +220,20 @@ def check(cta, batch, num_indices, limits, given, out):
     )
 
 
+def q_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
+    """Position of a request's first query."""
+    ends = batch.kv_len(b) - batch.qo_len(b)
+    return T.if_then_else(given[0], batch.q_pos_offset[b], ends)
+
+
+def kv_position(batch: Batch, given: tuple[Any, Any], b: Any) -> Any:
+    """Position of a request's first key."""
+    return T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
+
+
 @T.inline
 def derive(cta, batch, given, out):
-    """Derive lengths and positions of every request.
-
-    CTAs that plan the same batch write to the same arrays: only once they know that it is right.
-    """
+    """Write lengths and positions of every request of a batch that is right."""
 
     @T.inline
     def derive_entry(b):
@@ -175,12 +241,65 @@ def derive(cta, batch, given, out):
         out.kv_indptr[b] = batch.kv_indptr[b]
         if b < batch.size:
             kv_len = var(batch.kv_len(b))
-            ends = T.meta_var(kv_len - batch.qo_len(b))
             out.kv_len[b] = kv_len
-            out.q_pos_offset[b] = T.if_then_else(given[0], batch.q_pos_offset[b], ends)
-            out.kv_pos_offset[b] = T.if_then_else(given[1], batch.kv_pos_offset[b], 0)
+            out.q_pos_offset[b] = q_position(batch, given, b)
+            out.kv_pos_offset[b] = kv_position(batch, given, b)
 
-    each(cta, batch.size + 1, derive_entry)
+    spread(cta, batch.size + 1, derive_entry)
+
+
+@dataclass(frozen=True)
+class Column:
+    """An array of which each entry is computed where it is read."""
+
+    of: Callable[[Any], Any]
+
+    def __getitem__(self, b: Any) -> Any:
+        """Return an entry."""
+        return self.of(b)
+
+
+@dataclass(frozen=True)
+class GivenLengths:
+    """What `tvm_attn.tir.planner_units.Lengths` has: of a batch as it is given, or replaced."""
+
+    batch: Batch
+    given: tuple[Any, Any]
+    derived: Derived
+
+    def _column(self, derived: Any, of_batch: Callable[[Any], Any]) -> Column:
+        is_right = self.derived.fault == T.int64(NO_FAULT)
+        return Column(lambda b: T.if_then_else(is_right, of_batch(b), derived[b]))
+
+    @property
+    def count(self) -> Any:
+        """Requests."""
+        return self.derived.size
+
+    def qo_len(self, b: Any) -> Any:
+        """Query tokens of a request."""
+        indptr = self.derived.qo_indptr
+        is_right = self.derived.fault == T.int64(NO_FAULT)
+        return T.if_then_else(is_right, self.batch.qo_len(b), indptr[b + 1] - indptr[b])
+
+    @property
+    def kv_len(self) -> Column:
+        """KV tokens of requests."""
+        return self._column(self.derived.kv_len, self.batch.kv_len)
+
+    @property
+    def q_pos_offset(self) -> Column:
+        """Positions of their first queries."""
+        return self._column(
+            self.derived.q_pos_offset, lambda b: q_position(self.batch, self.given, b)
+        )
+
+    @property
+    def kv_pos_offset(self) -> Column:
+        """Positions of their first keys."""
+        return self._column(
+            self.derived.kv_pos_offset, lambda b: kv_position(self.batch, self.given, b)
+        )
 
 
 @T.inline
@@ -252,3 +371,29 @@ def write_header(batch, kv_indices, out, header):
     header[int(Header.MAX_KV_LEN)] = out.max_kv_len
     header[int(Header.NUM_TOKENS_LO)] = low_word(out.tokens)
     header[int(Header.NUM_TOKENS_HI)] = high_word(out.tokens)
+
+
+@T.inline
+def describe(cta, batch, kv_indices, limits, given, bad, out, header):
+    """Check a batch, and write what there is to know of it, for kernels to come.
+
+    `bad` is a fault of the page ids.
+    """
+    kind = var(0)
+
+    @T.inline
+    def note(b):
+        pass
+
+    check(cta, batch, kv_indices.shape[0], limits, given, out, kind, note)
+    cta.agree([(kind, largest)])
+    add_up_all(cta, batch, out)
+    if kind == WRONG:
+        find_fault(cta, batch, kv_indices.shape[0], limits, given, out)
+    assign(out.fault, T.min(out.fault, bad))
+    if cta.is_first():
+        write_header(batch, kv_indices, out, header)
+    if out.fault != T.int64(NO_FAULT):
+        replace(cta, limits, out)
+    else:
+        derive(cta, batch, given, out)

@@ -6,62 +6,56 @@ bit. CTAs that plan the same batch share the writing of its items.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.device_units import HALF_WORDS, pack, write_row
-from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, spread
-from tvm_attn.tir.planner_deal import write_merge
-from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, var, wide
-from tvm_attn.tir.planner_line import place_boundary, set_boundary
-from tvm_attn.tir.planner_units import MIN_PIECE, STRIDE, Machine
-from tvm_attn.worklist import MERGE_WORDS, NO_SLOT, Item
+from tvm_attn.tir.device_units import Row, find_row, pack, quad
+from tvm_attn.tir.parallel import (
+    each,
+    find_last,
+    largest,
+    spread,
+    spread_lists,
+    spread_shared,
+)
+from tvm_attn.tir.planner_deal import WorkList
+from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, store, var, wide
+from tvm_attn.tir.planner_line import Line, place_boundary, set_boundary
+from tvm_attn.tir.planner_units import MIN_PIECE, Machine
+from tvm_attn.worklist import MERGE_WORDS
 
-
-@T.inline
-def spread_shared(cta, count, visit):
-    """Visit numbers below `count` as `spread`; CTAs that plan the same share them."""
-    share = var(ceil_div(count, cta.planners))
-    first = var(T.min(cta.planner * share, count))
-
-    @T.inline
-    def visit_own(i):
-        visit(first + i)
-
-    spread(cta, T.min(share, count - first), visit_own)
-
-
-def write_item(
-    items: Any, index: Any, rows: Any, row: Any, head: Any, piece: Sequence[Any], slot: Any
-) -> None:
-    """Write the item of a head of a row, with its own KV range and slot."""
-    request, _, *bounds = (rows[row, word] for word in range(HALF_WORDS))
-    write_row(items, index, (request, head, *bounds), piece, (slot, 0))
+ROUNDS = 2
+"""Rounds there and back whose units are looked up at once."""
 
 
 @T.inline
 def measure_snake(cta, table, machine, max_load):
-    """Find the load of the longest CTA under `deal_snake`."""
+    """Find the load of the longest CTA under `deal_snake`: some rounds there and back at once."""
     count = var(table.count * machine.heads.value)
-    turns = var(ceil_div(count, machine.num_ctas))
 
     @T.inline
     def measure(c):
         load = var(T.int64(0))
-        for turn in T.serial(turns):
-            place = var(T.Select(turn % 2 == 0, c, machine.num_ctas - 1 - c))
-            unit = var(turn * machine.num_ctas + place)
-            if unit < count:
-                load = load + wide(table.cost(machine.heads.div(unit)))
+        unit = var(c)
+        back = var(2 * machine.num_ctas - 1 - c)
+        while unit < count:
+            for _ in T.unroll(ROUNDS):
+                there = var(table.cost(machine.heads.div(T.min(unit, count - 1))))
+                again = var(table.cost(machine.heads.div(T.min(back, count - 1))))
+                load = load + wide(
+                    T.Select(unit < count, there, 0) + T.Select(back < count, again, 0)
+                )
+                unit = unit + 2 * machine.num_ctas
+                back = back + 2 * machine.num_ctas
         assign(max_load, T.max(max_load, load))
 
     if table.shortest == table.longest:
+        turns = T.meta_var(ceil_div(count, machine.num_ctas))
         assign(max_load, wide(turns) * wide(table.longest))
     else:
         assign(max_load, T.int64(0))
-        each(cta, machine.num_ctas, measure)
+        spread(cta, machine.num_ctas, measure)
         cta.agree([(max_load, largest)])
 
 
@@ -83,43 +77,49 @@ def deal_snake(cta, table, rows, machine, out):
         out.cta_indptr[c] = first_item(machine, c, rounds, rest)
 
     @T.inline
-    def deal(unit):
-        turn = var(div(unit, machine.num_ctas))
-        place = var(unit - turn * machine.num_ctas)
-        c = var(T.Select(turn % 2 == 0, place, machine.num_ctas - 1 - place))
+    def deal(c, turn):
+        place = T.meta_var(T.Select(turn % 2 == 0, c, machine.num_ctas - 1 - c))
+        unit = var(turn * machine.num_ctas + place)
         rank = var(machine.heads.div(unit))
         head = var(unit - rank * machine.heads.value)
-        row = var(table.row(rank))
-        slot = var(rows[row, int(Item.SLOT)])
-        write_item(
-            out.items,
-            first_item(machine, c, rounds, rest) + turn,
-            rows,
-            row,
-            head,
-            (rows[row, int(Item.KV_BEGIN)], rows[row, int(Item.KV_END)]),
-            slot + head * rows[row, STRIDE],
-        )
+        row = T.meta_var(Row.allocate())
+        find_row(row, rows, table.row(rank))
+        assign(row.slot, row.slot + head * row.stride)
+        row.write(out.items, first_item(machine, c, rounds, rest) + turn, head, 0)
 
-    spread(cta, machine.num_ctas + 1, write_first)
-    spread_shared(cta, count, deal)
+    spread_shared(cta, machine.num_ctas + 1, write_first)
+    spread_lists(
+        cta,
+        machine.num_ctas,
+        lambda c: first_item(machine, c + 1, rounds, rest) - first_item(machine, c, rounds, rest),
+        deal,
+    )
+
+
+def write_merge(out: WorkList, index: Any, row: Row, head: Any, slot: Any) -> None:
+    """Write the merge of a unit that is cut, which starts at a slot."""
+    words = quad(row.request, head, row.row_begin, row.row_end)
+    T.buffer_store(out.merge_items, words, [index, T.Ramp(0, 1, MERGE_WORDS)])
+    store(out.merge_indptr, index, slot)
 
 
 @T.inline
-def write_merges(cta, parts, units, rows, machine, out):
-    """Write the merges of the units that are cut in parts."""
+def write_merges(cta, parts, count, rows, machine, out):
+    """Write the merges of those of so many units that are cut in parts."""
 
     @T.inline
-    def write(i):
-        unit = var(machine.heads.div(i))
-        head = var(i - unit * machine.heads.value)
-        count = var(parts.rows(unit + 1) - parts.rows(unit))
-        if count > 1:
-            index = var(parts.merges(unit) * machine.heads.value + head)
-            slot = var(parts.slots(unit) * machine.heads.value + head * count)
-            write_merge(out, index, rows, unit, head, slot)
+    def write(slot):
+        unit = var(0)
+        find_last(lambda u: parts.slots(u) * machine.heads.value, count + 1, slot, unit)
+        of_unit = var(parts.slots(unit + 1) - parts.slots(unit))
+        in_unit = var(slot - parts.slots(unit) * machine.heads.value)
+        head = var(div(in_unit, of_unit))
+        if in_unit == head * of_unit:
+            row = T.meta_var(Row.allocate())
+            find_row(row, rows, unit)
+            write_merge(out, parts.merges(unit) * machine.heads.value + head, row, head, slot)
 
-    spread(cta, units.count * machine.heads.value, write)
+    spread_shared(cta, parts.slots(count) * machine.heads.value, write)
 
 
 @T.inline
@@ -131,26 +131,27 @@ def close_merges(cta, out, plan, room):
         if i >= low_word(plan.merges):
             out.merge_indptr[i] = low_word(plan.slots)
             if i < room:
-                for word in T.serial(MERGE_WORDS):
+                for word in T.unroll(MERGE_WORDS):
                     out.merge_items[i, word] = 0
 
-    spread(cta, room + 1, close)
+    spread_shared(cta, room + 1, close)
 
 
 @T.inline
-def place_boundaries(cta, line, sums, units, machine):
+def place_boundaries(cta, line, units, machine, share_of_all):
     """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for."""
-    worthwhile = var(T.truncdiv(units.total, wide(MIN_PIECE + machine.overhead)))
-    shares = var(T.max(T.min(wide(machine.num_ctas), worthwhile), T.int64(1)))
-    share = var(T.truncdiv(units.total, shares))
-
-    @T.inline
-    def weigh(rank):
-        sums[rank] = wide(units.cost(rank)) * wide(machine.heads.value)
+    sums = T.meta_var(units.room(units.spare))
+    shares = var(machine.num_ctas)
+    share = var(share_of_all)
+    least = var(wide(MIN_PIECE + machine.overhead))
+    if units.total < least * wide(machine.num_ctas):
+        shares = low_word(T.max(T.truncdiv(units.total, least), T.int64(1)))
+        share = T.truncdiv(units.total, wide(shares))
+    rest = var(low_word(units.total - share * wide(shares)))
 
     @T.inline
     def place_inside(c):
-        target = var(T.truncdiv(units.total * wide(c), shares))
+        target = var(share * wide(c) + wide(div(rest * c, shares)))
         rank = var(0)
         find_last(lambda i: sums[i], units.count, target, rank)
         cost = var(wide(units.cost(rank)))
@@ -161,54 +162,52 @@ def place_boundaries(cta, line, sums, units, machine):
         if c == 0:
             set_boundary(line, 0, T.int64(0), 0, 0, 0)
         else:
-            if c < low_word(shares):
+            if c < shares:
                 place_inside(c)
             else:
                 set_boundary(line, c, units.total, units.count, 0, 0)
 
-    each(cta, units.count, weigh)
-    add_up(cta, sums, units.count)
+    cta.add_up(
+        cta,
+        lambda rank: wide(units.cost(rank)) * wide(machine.heads.value),
+        sums,
+        units.count,
+        [],
+    )
     each(cta, machine.num_ctas + 1, place)
 
 
+def count_stretch(line: Line, machine: Machine, c: Any) -> Any:
+    """Return a CTA's items, pieces and units that begin to be cut, as `Counts` have them."""
+    whole = (line.rank[c + 1] - line.rank[c]) * machine.heads.value
+    stops, cut = as_bit(line.cut[c + 1] > 0), as_bit(line.cut[c] > 0)
+    items = whole + line.head[c + 1] - line.head[c] + stops
+    both = as_bit(items == 1) * cut * stops
+    return pack(items, as_bit(items > 0) * (cut + stops - both), stops - both)
+
+
 @T.inline
-def measure_line(cta, line, machine):
-    """Find the longest CTA, and count cuts and the units that have them."""
+def measure_line(cta, line, counts, units, machine):
+    """Find the longest CTA, and count items, cuts and the units that have them."""
     assign(line.max_load, T.int64(0))
-    assign(line.cuts, T.int64(0))
-    assign(line.merges, T.int64(0))
 
     @T.inline
     def measure(c):
-        is_cut = var(as_bit(line.cut[c] > 0))
-        length = var(line.at[c + 1] - line.at[c])
-        assign(line.max_load, T.max(line.max_load, length + wide(is_cut * machine.overhead)))
-        assign(line.cuts, line.cuts + wide(is_cut))
-        if is_cut != 0:  # the first boundary is never a cut, so there is one before
-            again = T.meta_var(T.And(line.cut[c - 1] > 0, line.is_same_unit(c - 1, c)))
-            assign(line.merges, line.merges + T.int64(1) - wide(again))
+        overhead = T.meta_var(as_bit(line.cut[c] > 0) * machine.overhead)
+        load = T.meta_var(line.at[c + 1] - line.at[c] + wide(overhead))
+        assign(line.max_load, T.max(line.max_load, load))
 
-    each(cta, machine.num_ctas, measure)
-    cta.agree([(line.max_load, largest), (line.cuts, added), (line.merges, added)])
-
-
-@T.inline
-def count_line(cta, line, counts, machine):
-    """Add up every CTA's items, pieces and units that begin to be cut, as `Parts` have them."""
-
-    @T.inline
-    def count(c):
-        whole = var((line.rank[c + 1] - line.rank[c]) * machine.heads.value)
-        stops = var(as_bit(line.cut[c + 1] > 0))
-        cut = var(as_bit(line.cut[c] > 0))
-        items = var(whole + line.head[c + 1] - line.head[c] + stops)
-        only = var(as_bit(items == 1) * cut)
-        pieces = var(as_bit(items > 0) * (cut + stops - only * stops))
-        merges = var(stops - only * stops)
-        counts.sums[c] = pack(items, pieces, merges)
-
-    each(cta, machine.num_ctas, count)
-    add_up(cta, counts.sums, machine.num_ctas)
+    spread(cta, machine.num_ctas, measure)
+    cta.add_up(
+        cta,
+        lambda c: count_stretch(line, machine, c),
+        counts.sums,
+        machine.num_ctas,
+        [(line.max_load, largest)],
+    )
+    items = T.meta_var(wide(units.count) * wide(machine.heads.value))
+    assign(line.cuts, wide(counts.rows(machine.num_ctas)) - items)
+    assign(line.merges, wide(counts.merges(machine.num_ctas)))
 
 
 @T.inline
@@ -220,36 +219,31 @@ def deal_line(cta, line, counts, units, rows, machine, out):
         out.cta_indptr[c] = counts.rows(c)
 
     @T.inline
-    def deal(index):
-        c = var(0)
-        find_last(counts.rows, machine.num_ctas + 1, index, c)
-        i = var(index - counts.rows(c))
+    def deal(c, i):
+        index = var(counts.rows(c) + i)
         place = var(line.rank[c] * machine.heads.value + line.head[c] + i)
         rank = var(machine.heads.div(place))
         head = var(place - rank * machine.heads.value)
-        row = var(units.row(rank))
         cut = var(T.Select(i == 0, line.cut[c], 0))
         stop = var(T.Select(index + 1 == counts.rows(c + 1), line.cut[c + 1], 0))
-        kv_begin = var(rows[row, int(Item.KV_BEGIN)])
-        kv_end = var(rows[row, int(Item.KV_END)])
-        is_piece = var(as_bit(T.Or(cut > 0, stop > 0)))
-        before = var(as_bit(T.And(i > 0, line.cut[c] > 0)))
-        slot = var(counts.slots(c) + before)
-        write_item(
-            out.items,
-            index,
-            rows,
-            row,
-            head,
-            (
-                T.Select(cut > 0, machine.cut(kv_begin, cut), kv_begin),
-                T.Select(stop > 0, machine.cut(kv_begin, stop), kv_end),
-            ),
-            T.Select(is_piece != 0, slot, NO_SLOT),
-        )
-        if T.And(is_piece != 0, cut == 0):
-            write_merge(out, counts.merges(c), rows, row, head, slot)
+        row = T.meta_var(Row.allocate())
+        find_row(row, rows, units.row(rank))
+        begin = var(row.kv_begin)
+        if cut > 0:
+            assign(row.kv_begin, machine.cut(begin, cut))
+        if stop > 0:
+            assign(row.kv_end, machine.cut(begin, stop))
+        if T.Or(cut > 0, stop > 0):
+            before = T.meta_var(as_bit(T.And(i > 0, line.cut[c] > 0)))
+            assign(row.slot, counts.slots(c) + before)
+            if cut == 0:
+                write_merge(out, counts.merges(c), row, head, row.slot)
+        row.write(out.items, index, head, 0)
 
-    count_line(cta, line, counts, machine)
-    spread(cta, machine.num_ctas + 1, write_first)
-    spread_shared(cta, counts.rows(machine.num_ctas), deal)
+    spread_shared(cta, machine.num_ctas + 1, write_first)
+    spread_lists(
+        cta,
+        machine.num_ctas,
+        lambda c: counts.rows(c + 1) - counts.rows(c),
+        deal,
+    )

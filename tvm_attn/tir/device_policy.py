@@ -20,7 +20,7 @@ from tvm_attn.tir.device_deal import (
     place_boundaries,
     write_merges,
 )
-from tvm_attn.tir.device_units import count_parts, cut_units
+from tvm_attn.tir.device_units import count_parts, cut_units, keep, sort_longest_first
 from tvm_attn.tir.planner import is_uneven
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
@@ -40,15 +40,16 @@ from tvm_attn.worklist import Header
 NONE, UNITS, PIECES, LINE = range(4)
 """What a plan deals: nothing yet, whole units or their pieces back and forth, a line."""
 
+TABLES = 3
+"""Units, their pieces, and what is to spare."""
+
 
 @dataclass(frozen=True)
 class Scratch:
-    """Arrays of a CTA's own: int64 for so many rows, and for so many CTAs; int32 for CTAs."""
+    """Arrays of a CTA's own: int64 for `TABLES` and of all units, and for CTAs; int32 for CTAs."""
 
-    unit_keys: Any
-    piece_keys: Any
+    keys: Any
     parts: Any
-    sums: Any
     at: Any
     counts: Any
     rank: Any
@@ -83,7 +84,8 @@ def carve_scratch(
 ) -> Scratch:
     """Take arrays for so many rows and CTAs."""
     return Scratch(
-        *(carve_int64(rows + 1) for _ in range(4)),
+        carve_int64(TABLES * (rows + 1)),
+        carve_int64(rows + 1),
         *(carve_int64(ctas + 1) for _ in range(2)),
         *(carve_int32(ctas + 1) for _ in range(3)),
     )
@@ -106,80 +108,91 @@ def heads_times(count: Any, machine: Machine) -> Any:
 
 
 @T.inline
-def try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, spare):
-    """Cut long units, or all with a fixed split, and settle for that if it is better."""
+def try_table(cta, plan, table, kind, machine, slots, merges):
+    """Sort a table, and settle for dealing it unless the plan in hand is as good."""
+    load = var(T.int64(0))
+    sort_longest_first(cta, table)
+    measure_snake(cta, table, machine, load)
+    if T.Or(plan.kind == NONE, load < plan.max_load):
+        items = T.meta_var(heads_times(table.count, machine))
+        settle(plan, kind, load, table.total, items, slots, merges)
+
+
+@T.inline
+def cut_table(cta, table, units, rows, parts, machine, share, split, slots, merges, is_few):
+    """Cut long units, or all with a fixed split, unless that makes too many pieces."""
     is_fixed = T.meta_var(split > 0)
-    share = var(T.truncdiv(units.total, wide(machine.num_ctas)))
     by_split = T.meta_var(Multiples(T.max(T.min(split, LENGTH_LIMIT), 1)))
+    assign(share, T.truncdiv(units.total, wide(machine.num_ctas)))
     by_share = T.meta_var(Longest(machine, share))
-    count_parts(
-        cta,
-        units,
-        rows[0],
-        parts,
-        machine,
-        lambda *args: T.if_then_else(is_fixed, by_split.parts(*args), by_share.parts(*args)),
-    )
-    slots = var(heads_times(parts.slots(units.count), machine))
-    is_few = T.meta_var(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas)))
-    if T.Or(is_fixed, is_few):
+    most = var(0)
+    if T.Or(is_fixed, wide(units.longest) > share):
+        count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most)
+    assign(slots, heads_times(most, machine))
+    assign(is_few, as_bit(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))))
+    if T.Or(is_fixed, is_few != 0):
+        assign(is_few, 1)
+        cta.add_up(cta, lambda unit: parts.sums[unit], parts.sums, units.count, [])
+        assign(table.first, (TABLES - 1) * (units.keys.shape[0] // TABLES))
         cut_units(
             cta,
             units,
-            rows[0],
+            rows,
             parts,
-            pieces,
-            rows[1],
-            spare,
+            table,
             machine,
             lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
         )
-        measure_snake(cta, pieces, machine, load)
-        if T.Or(plan.kind == NONE, load < plan.max_load):
-            merges = T.meta_var(heads_times(parts.merges(units.count), machine))
-            count = T.meta_var(heads_times(pieces.count, machine))
-            settle(plan, PIECES, load, pieces.total, count, slots, merges)
+        assign(slots, heads_times(parts.slots(units.count), machine))
+        assign(merges, heads_times(parts.merges(units.count), machine))
 
 
 @T.inline
-def decide(cta, plan, units, pieces, rows, parts, line, scratch, machine, split):
-    """Settle for a plan: the policy."""
+def decide(cta, plan, table, units, rows, parts, line, counts, machine, split):
+    """Settle for a plan: the policy. The table holds the units at first, and its pieces at last."""
     is_whole = var(as_bit(split >= LENGTH_LIMIT))
-    load = var(T.int64(0))
+    is_fixed = var(as_bit(T.And(split > 0, is_whole == 0)))
+    kind = var(UNITS)
+    slots = var(T.int64(0))
+    merges = var(T.int64(0))
+    is_few = var(0)
+    share = var(T.int64(0))
     settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
-    if T.Or(split == 0, is_whole != 0):
-        measure_snake(cta, units, machine, load)
-        items = T.meta_var(heads_times(units.count, machine))
-        settle(plan, UNITS, load, units.total, items, T.int64(0), T.int64(0))
-    if is_whole == 0:
-        if T.Or(split > 0, is_uneven(plan, machine)):
-            try_pieces(cta, plan, units, pieces, rows, parts, machine, split, load, scratch.sums)
-        if T.And(split == 0, is_uneven(plan, machine)):
-            place_boundaries(cta, line, scratch.sums, units, machine)
-            measure_line(cta, line, machine)
-            if line.max_load < plan.max_load:
-                settle(
-                    plan,
-                    LINE,
-                    line.max_load,
-                    units.total + line.cuts * wide(machine.overhead),
-                    heads_times(units.count, machine) + line.cuts,
-                    line.cuts + line.merges,
-                    line.merges,
+    while kind != LINE:
+        if T.Or(kind == PIECES, is_fixed == 0):
+            try_table(cta, plan, table, kind, machine, slots, merges)
+        assign(is_few, 0)
+        if kind == UNITS:
+            keep(units, table)
+            if T.And(is_whole == 0, T.Or(is_fixed != 0, is_uneven(plan, machine))):
+                cut_table(
+                    cta,
+                    table,
+                    units,
+                    rows,
+                    parts,
+                    machine,
+                    share,
+                    split,
+                    slots,
+                    merges,
+                    is_few,
                 )
-
-
-@T.inline
-def deal(cta, plan, units, pieces, rows, parts, line, counts, machine, out, room):
-    """Write the work list that was settled for."""
-    if plan.kind == UNITS:
-        deal_snake(cta, units, rows[0], machine, out)
-    if plan.kind == PIECES:
-        deal_snake(cta, pieces, rows[1], machine, out)
-        write_merges(cta, parts, units, rows[0], machine, out)
-    if plan.kind == LINE:
-        deal_line(cta, line, counts, units, rows[0], machine, out)
-    close_merges(cta, out, plan, room)
+        kind = T.Select(is_few != 0, PIECES, LINE)
+    if T.And(split == 0, is_uneven(plan, machine)):
+        assign(units.spare, table.spare)
+        place_boundaries(cta, line, units, machine, share)
+        measure_line(cta, line, counts, units, machine)
+        if line.max_load < plan.max_load:
+            settle(
+                plan,
+                LINE,
+                line.max_load,
+                units.total + line.cuts * wide(machine.overhead),
+                heads_times(units.count, machine) + line.cuts,
+                line.cuts + line.merges,
+                line.merges,
+            )
 
 
 @T.inline
@@ -192,3 +205,19 @@ def summarise(plan, header):
     header[int(Header.MAX_LOAD)] = saturate(plan.max_load)
     header[int(Header.TOTAL_LOAD_LO)] = low_word(plan.total)
     header[int(Header.TOTAL_LOAD_HI)] = high_word(plan.total)
+
+
+@T.inline
+def deal(cta, plan, table, units, rows, parts, line, counts, machine, out, room, header):
+    """Write the work list that was settled for, and its header."""
+    if cta.is_first():
+        summarise(plan, header)
+    if plan.kind == LINE:
+        deal_line(cta, line, counts, units, rows, machine, out)
+    else:
+        if plan.kind == UNITS:
+            keep(table, units)
+        deal_snake(cta, table, rows, machine, out)
+        if plan.kind == PIECES:
+            write_merges(cta, parts, units.count, rows, machine, out)
+    close_merges(cta, out, plan, room)

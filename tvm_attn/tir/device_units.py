@@ -1,21 +1,21 @@
 """Units of work on a device, and the pieces they are cut in: by the threads of a CTA.
 
-The tables are those of `tvm_attn.tir.planner_units`, row for row. A row's cost and number are a key
-that is sorted, so that `Keys` have the rows longest first.
+The pieces are those of `tvm_attn.tir.planner_units`. What is sorted are keys, a row's cost and its
+number; a unit that is not cut has the same row among the pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.parallel import add_up, added, each, find_last, largest, least, sort
+from tvm_attn.tir.parallel import added, find_last, largest, least, spread
 from tvm_attn.tir.planner_deal import put
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
+    Divisor,
     as_bit,
     assign,
     high_word,
@@ -24,7 +24,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import visible
+from tvm_attn.tir.planner_units import Family, KvBounds, Longest, visible
 from tvm_attn.worklist import NO_SLOT, Item
 
 COUNT_BITS = 21
@@ -33,16 +33,43 @@ COUNT_BITS = 21
 HALF_WORDS = 4
 """Words of a row that are moved at once."""
 
+MOST_PARTS = 1 << 16
+"""As many parts of a unit as any more, where it is asked whether there are few."""
+
+
+@dataclass(frozen=True)
+class Reciprocal(Divisor):
+    """A divisor on a device: `shift` is the least with ``value <= 1 << shift``."""
+
+    shift: Any
+
+    def div(self, a: Any) -> Any:
+        """Quotient, rounded down: the upper half of a product, shifted."""
+        twice = T.shift_left(T.cast(a, "uint32"), T.uint32(1))
+        product = T.cast(twice, "uint64") * T.cast(T.cast(self.reciprocal, "uint32"), "uint64")
+        upper = T.cast(T.shift_right(product, T.uint64(32)), "uint32")
+        return T.cast(T.shift_right(upper, T.cast(self.shift, "uint32")), "int32")
+
+    @staticmethod
+    def of(value: Any, reciprocal: Any) -> Reciprocal:
+        """Return a divisor, given a reciprocal as of `Divisor` in the bits of an int32."""
+        made = Reciprocal(value, reciprocal, scalar("int32"))
+        assign(made.shift, 31 - T.clz(2 * value - 1))
+        return made
+
 
 @dataclass(frozen=True)
 class Keys:
-    """Rows of a table longest first, equally long ones in their order.
+    """Rows of a table, once they are sorted longest first, equally long ones in their order.
 
-    ``keys`` is an int64 array. The rest are variables: `count` of rows, `total` cost over all heads
-    (int64), cost of the `longest` and `shortest` row.
+    ``keys`` is an int64 array. The rest are variables: where in it the keys begin (`first`), and
+    where there is as much room to `spare`; `count` of rows, `total` cost over all heads (int64),
+    cost of the `longest` and `shortest` row.
     """
 
     keys: Any
+    first: Any
+    spare: Any
     count: Any
     total: Any
     longest: Any
@@ -51,15 +78,32 @@ class Keys:
     @staticmethod
     def allocate(keys: Any) -> Keys:
         """Allocate the variables."""
-        return Keys(keys, *(scalar(dtype) for dtype in ("int32", "int64", "int32", "int32")))
+        dtypes = ("int32", "int32", "int32", "int64", "int32", "int32")
+        return Keys(keys, *(scalar(dtype) for dtype in dtypes))
+
+    def key(self, i: Any) -> Any:
+        """Key of the ``i``-th row."""
+        return self.keys[self.first + i]
 
     def row(self, i: Any) -> Any:
         """Row that is ``i``-th longest."""
-        return low_word(self.keys[i])
+        return low_word(self.key(i))
 
     def cost(self, i: Any) -> Any:
         """Cost of that row."""
-        return INT32_MAX - high_word(self.keys[i])
+        return cost_of(self.key(i))
+
+    def room(self, begin: Any) -> Any:
+        """View the array from a place on."""
+        keys = self.keys
+        return T.decl_buffer(
+            keys.shape, "int64", data=keys.data, elem_offset=keys.elem_offset + begin
+        )
+
+
+def cost_of(key: Any) -> Any:
+    """Return the cost of a row with a key."""
+    return INT32_MAX - high_word(key)
 
 
 def key_of(cost: Any, row: Any) -> Any:
@@ -112,21 +156,89 @@ def quad(*words: Any) -> Any:
     return value
 
 
-def write_row(
-    rows: Any, row: Any, unit: Sequence[Any], piece: Sequence[Any], own: Sequence[Any]
-) -> None:
-    """Write a row: (request, head, first and last fused row), (KV begin, end), (slot, stride)."""
-    for half, words in enumerate((unit, (*piece, *own))):
-        T.buffer_store(rows, quad(*words), [row, T.Ramp(half * HALF_WORDS, 1, HALF_WORDS)])
+@dataclass(frozen=True)
+class Row:
+    """A unit, or a piece of one: variables; `stride` is from the slot of a head to the next."""
+
+    request: Any
+    row_begin: Any
+    row_end: Any
+    kv_begin: Any
+    kv_end: Any
+    slot: Any
+    stride: Any
+
+    @staticmethod
+    def allocate() -> Row:
+        """Allocate the variables."""
+        return Row(*(scalar("int32") for _ in range(7)))
+
+    def read(self, table: Any, row: Any) -> None:
+        """Read a row of a table."""
+        columns = (*(i for i in range(2 * HALF_WORDS) if i != int(Item.KV_HEAD)),)
+        for variable, column in zip(vars(self).values(), columns, strict=True):
+            assign(variable, table[row, column])
+
+    def write(self, table: Any, row: Any, head: Any, last: Any = None) -> None:
+        """Write a row of a table, or an item if the last word is none of its own."""
+        unit = (self.request, head, self.row_begin, self.row_end)
+        piece = (self.kv_begin, self.kv_end, self.slot, self.stride if last is None else last)
+        for half, words in enumerate((unit, piece)):
+            T.buffer_store(table, quad(*words), [row, T.Ramp(half * HALF_WORDS, 1, HALF_WORDS)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of units and their pieces, which begin at `first_piece`: in a table.
+
+    If `is_plain` is not 0, units are requests, and are not there but computed again.
+    """
+
+    table: Any
+    first_piece: Any
+    is_plain: Any
+    lengths: Any
+    family: Family
+    kv_bounds: KvBounds | None
 
 
 @T.inline
-def sort_longest_first(cta, table, machine, spare):
-    """Complete the totals of a table whose rows are all written, and sort its keys."""
-    cta.agree([(table.total, added), (table.longest, largest), (table.shortest, least)])
-    table.total = table.total * wide(machine.heads.value)
+def describe(row, rows, request, tile):
+    """Find what a query tile of a request sees."""
+    row_begin = var(tile * rows.family.tile_rows)
+    of_request = var(rows.lengths.qo_len(request) * rows.family.group.value)
+    row_end = var(T.min(row_begin + rows.family.tile_rows, of_request))
+    bounds = T.meta_var((row_begin, row_end))
+    kv = T.meta_var(visible(rows.kv_bounds, rows.lengths, rows.family, request, bounds))
+    begin = var(kv[0])
+    end = var(kv[1])
+    if begin >= end:
+        begin = 0
+        end = 0
+    assign(row.request, request)
+    assign(row.row_begin, row_begin)
+    assign(row.row_end, row_end)
+    assign(row.kv_begin, begin)
+    assign(row.kv_end, end)
+    assign(row.slot, NO_SLOT)
+    assign(row.stride, 0)
+
+
+@T.inline
+def find_row(row, rows, index):
+    """Find what there is to know of a row."""
+    if T.And(rows.is_plain != 0, index < rows.first_piece):
+        describe(row, rows, index, 0)
+    else:
+        row.read(rows.table, index)
+
+
+@T.inline
+def sort_longest_first(cta, table):
+    """Sort a table, whose totals are known."""
     if table.shortest < table.longest:
-        sort(cta, table.keys, spare, table.count)
+        low, high = T.meta_var((INT32_MAX - table.longest, INT32_MAX - table.shortest))
+        cta.sort(cta, table.keys, table.first, table.spare, table.count, low, high)
 
 
 @T.inline
@@ -138,101 +250,131 @@ def begin_table(table, count):
     assign(table.shortest, INT32_MAX)
 
 
+def keep(kept: Keys, table: Keys) -> None:
+    """Keep what is said of a table, whose keys stay where they are."""
+    for name in ("first", "spare", "count", "total", "longest", "shortest"):
+        assign(getattr(kept, name), getattr(table, name))
+
+
 @T.inline
-def note_cost(table, row, cost):
-    """Note the cost of a row."""
-    table.keys[row] = key_of(cost, row)
+def note_cost(table, i, cost, row):
+    """Note that the ``i``-th row has a cost."""
+    table.keys[table.first + i] = key_of(cost, row)
     assign(table.total, table.total + wide(cost))
     assign(table.longest, T.max(table.longest, cost))
     assign(table.shortest, T.min(table.shortest, cost))
 
 
+def totals_of(table: Keys) -> list[tuple[Any, Any]]:
+    """Return what threads agree on once all costs are noted."""
+    return [(table.total, added), (table.longest, largest), (table.shortest, least)]
+
+
 @T.inline
-def list_units(cta, units, rows, sums, lengths, family, machine, is_plain, kv_bounds):
-    """List the units of the family's requests with the KV range each sees, longest first.
+def end_table(cta, table, machine):
+    """Complete the totals of a table once all costs are noted; all threads meet."""
+    cta.agree(totals_of(table))
+    table.total = table.total * wide(machine.heads.value)
 
-    If `is_plain` is not 0, each request is known to be one of its units.
-    """
 
-    @T.inline
-    def count_tiles(request):
-        of_request = var(lengths.qo_len(request) * family.group.value)
-        is_own = T.meta_var(T.And(of_request >= family.row_min, of_request <= family.row_max))
-        sums[request] = wide(T.if_then_else(is_own, family.tiles(of_request), 0))
+def tiles_of(family: Family, lengths: Any, request: Any) -> Any:
+    """Return the query tiles of a request that the family takes."""
+    rows = lengths.qo_len(request) * family.group.value
+    is_own = T.And(rows >= family.row_min, rows <= family.row_max)
+    return wide(T.if_then_else(is_own, family.tiles(rows), 0))
+
+
+@T.inline
+def list_units(cta, units, rows, lengths, family, machine):
+    """List the units of the family's requests with the KV range each sees, in a table."""
+    sums = T.meta_var(units.room(units.spare))
 
     @T.inline
     def list_unit(unit):
-        request = var(unit)
-        tile = var(0)
-        if is_plain == 0:
-            find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
-            tile = unit - low_word(sums[request])
-        row_begin = var(tile * family.tile_rows)
-        of_request = var(lengths.qo_len(request) * family.group.value)
-        row_end = var(T.min(row_begin + family.tile_rows, of_request))
-        kv = T.meta_var(visible(kv_bounds, lengths, family, request, (row_begin, row_end)))
-        begin = var(kv[0])
-        end = var(kv[1])
-        if begin >= end:
-            begin = 0
-            end = 0
-        write_row(rows, unit, (request, 0, row_begin, row_end), (begin, end), (NO_SLOT, 0))
-        note_cost(units, unit, machine.cost(begin, end))
+        request = var(0)
+        find_last(lambda b: sums[b], lengths.count + 1, wide(unit), request)
+        tile = var(unit - low_word(sums[request]))
+        row = T.meta_var(Row.allocate())
+        describe(row, rows, request, tile)
+        row.write(rows.table, unit, 0)
+        cost = var(machine.cost(row.kv_begin, row.kv_end))
+        note_cost(units, unit, cost, unit)
 
-    begin_table(units, lengths.count)
-    if is_plain == 0:
-        each(cta, lengths.count, count_tiles)
-        add_up(cta, sums, lengths.count)
-        units.count = low_word(sums[lengths.count])
-    each(cta, units.count, list_unit)
-    sort_longest_first(cta, units, machine, sums)
+    cta.add_up(cta, lambda b: tiles_of(family, lengths, b), sums, lengths.count, [])
+    begin_table(units, low_word(sums[lengths.count]))
+    spread(cta, units.count, list_unit)
+    end_table(cta, units, machine)
+
+
+def parts_of_long(rule: Longest, granules: Any) -> Any:
+    """Return in how many parts units longer than a share are cut: others take no division."""
+    is_long = wide(granules + rule.machine.overhead) > rule.share
+    return T.if_then_else(is_long, rule.parts(0, 0, 0, granules), 1)
 
 
 @T.inline
-def count_parts(cta, units, rows, parts, machine, parts_of):
-    """Find in how many parts every unit is cut."""
+def count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most):
+    """Find in how many parts every unit is cut, and how many there are of those cut (`most`)."""
 
     @T.inline
-    def count_unit(unit):
-        begin = var(rows[unit, int(Item.KV_BEGIN)])
-        end = var(rows[unit, int(Item.KV_END)])
-        granules = var(machine.cost(begin, end) - machine.overhead)
-        count = var(parts_of(unit, begin, end, granules))
+    def count_unit(i):
+        key = var(units.key(i))
+        unit = var(low_word(key))
+        granules = var(cost_of(key) - machine.overhead)
+        count = var(1)
+        if is_fixed:
+            row = T.meta_var(Row.allocate())
+            find_row(row, rows, unit)
+            assign(count, by_split.parts(unit, row.kv_begin, row.kv_end, granules))
+        else:
+            assign(count, parts_of_long(by_share, granules))
         is_cut = var(as_bit(count > 1))
         parts.sums[unit] = pack(count, is_cut * count, is_cut)
+        assign(most, most + is_cut * T.min(count, MOST_PARTS))
 
-    each(cta, units.count, count_unit)
-    add_up(cta, parts.sums, units.count)
+    assign(most, 0)
+    spread(cta, units.count, count_unit)
+    cta.agree([(most, added)])
 
 
 @T.inline
-def cut_units(cta, units, rows, parts, pieces, piece_rows, sums, machine, edge_of):
-    """Cut every unit in its parts: rows in a row; slots, head after head, are consecutive."""
+def cut_units(cta, units, rows, parts, pieces, machine, edge_of):
+    """Cut units in their parts, which are rows of their own; others stay as they are.
+
+    Pieces are in the order of units and KV ranges. Slots, head after head, are consecutive.
+    """
 
     @T.inline
-    def cut(piece):
+    def leave(i):
+        key = var(units.key(i))
+        unit = var(low_word(key))
+        at = var(parts.rows(unit))
+        if parts.rows(unit + 1) - at == 1:
+            note_cost(pieces, at, cost_of(key), unit)
+
+    @T.inline
+    def cut(slot):
         unit = var(0)
-        find_last(parts.rows, units.count + 1, piece, unit)
-        begin = var(rows[unit, int(Item.KV_BEGIN)])
-        end = var(rows[unit, int(Item.KV_END)])
+        find_last(parts.slots, units.count + 1, slot, unit)
+        row = T.meta_var(Row.allocate())
+        find_row(row, rows, unit)
+        begin = var(row.kv_begin)
+        end = var(row.kv_end)
         granules = var(machine.cost(begin, end) - machine.overhead)
-        part = var(piece - parts.rows(unit))
-        count = var(parts.rows(unit + 1) - parts.rows(unit))
-        is_cut = var(as_bit(count > 1))
-        left = var(
-            T.if_then_else(part > 0, T.min(edge_of(begin, granules, part, count), end), begin)
-        )
-        right = var(T.min(edge_of(begin, granules, part + 1, count), end))
-        slot = var(T.Select(is_cut != 0, parts.slots(unit) * machine.heads.value + part, NO_SLOT))
-        write_row(
-            piece_rows,
-            piece,
-            [rows[unit, word] for word in range(HALF_WORDS)],
-            (left, right),
-            (slot, is_cut * count),
-        )
-        note_cost(pieces, piece, machine.cost(left, right))
+        first = var(parts.slots(unit))
+        part = var(slot - first)
+        count = var(parts.slots(unit + 1) - first)
+        if part > 0:
+            assign(row.kv_begin, T.min(edge_of(begin, granules, part, count), end))
+        assign(row.kv_end, T.min(edge_of(begin, granules, part + 1, count), end))
+        assign(row.slot, first * machine.heads.value + part)
+        assign(row.stride, count)
+        index = var(rows.first_piece + slot)
+        row.write(rows.table, index, 0)
+        cost = var(machine.cost(row.kv_begin, row.kv_end))
+        note_cost(pieces, parts.rows(unit) + part, cost, index)
 
     begin_table(pieces, parts.rows(units.count))
-    each(cta, pieces.count, cut)
-    sort_longest_first(cta, pieces, machine, sums)
+    spread(cta, units.count, leave)
+    spread(cta, parts.slots(units.count), cut)
+    end_table(cta, pieces, machine)

@@ -2,14 +2,24 @@
 
 A CTA is an object with
 
-* ``threads`` : int, of which each has a word of the int64 array ``partial``;
-* ``turns(count)``, ``index(turn, count)`` : what `each` visits, thread by thread;
+* ``own(count)``, ``shared(count)``, ``lists(count, bits)``, ``entries(count, bits)`` : the number
+  that a thread visits first, and the step to its next: of a CTA's threads; of those of all CTAs
+  that do the same; of groups of ``2**bits`` of those; and within a group;
+* ``is_inside(i, count)`` : whether it goes on with a number;
 * ``meet()`` : a barrier;
 * ``prefetch(rows, row)`` : begins to read words that are needed later;
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
-* ``arrive(cta, counter, is_last)`` : the same, and finds the last of several CTAs;
-* ``agree(totals)`` : makes variables, each with its operator, the same in all threads;
-* ``add_up_partials(cta)`` : replaces ``partial`` by the sums of the entries before each.
+* ``leave(cta, counter)`` : the same, and counts the CTA;
+* ``wait_for_others(cta, counter, goal)`` : waits until so many have left;
+* ``arrive(cta, counter, is_last)`` : the same as `leave`, and finds the last of those that do the
+  same;
+* ``agree(totals)`` : makes variables, each with its operator, the same in all threads, which meet
+  once on the way; what is int64, or added up, is not negative;
+* ``add_up(cta, value_of, sums, count, totals)`` : writes the sums of the int64 values before each,
+  and of all behind them; totals are agreed on at the same time. Before the sums are written, a
+  value may stand in their place;
+* ``sort(cta, keys, first, spare, count, low, high)`` : sorts so many int64 keys from `first` on by
+  their upper halves, which are from `low` to `high`; equal ones stay in their order.
 
 What threads do between two barriers does not depend on their order: the plan has the same bits
 with any number of them, and with one that does the work of all.
@@ -23,18 +33,51 @@ from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
 
-BLOCK_BITS = 4
-BLOCK = 1 << BLOCK_BITS
-"""Keys whose order is found by comparing all with all."""
+ARITY = 4
+"""Parts of what is left that a step of a search chooses from."""
+GROUP_BITS = 5
+"""Of the most threads that visit the same list: no more than a warp."""
+
+
+@T.inline
+def walk(cta, numbers, count, visit):
+    """Visit numbers below `count`, given the first and the step from each to the next."""
+    i = var(numbers[0])
+    while cta.is_inside(i, count):
+        visit(i)
+        i = i + numbers[1]
 
 
 @T.inline
 def spread(cta, count, visit):
     """Visit every number below `count`, each by one thread."""
-    for turn in T.serial(cta.turns(count)):
-        i = var(cta.index(turn, count))
-        if i < count:
-            visit(i)
+    walk(cta, cta.own(count), count, visit)
+
+
+@T.inline
+def spread_shared(cta, count, visit):
+    """Visit numbers as `spread`; CTAs that do the same share them."""
+    walk(cta, cta.shared(count), count, visit)
+
+
+@T.inline
+def spread_lists(cta, count, length_of, visit):
+    """Visit the entries of lists, each by a group of threads; CTAs that do the same share them."""
+    bits = var(0)
+    while T.And(bits < GROUP_BITS, T.shift_left(count, bits + 1) <= cta.num_threads):
+        bits = bits + 1
+
+    @T.inline
+    def visit_list(i):
+        length = var(length_of(i))
+
+        @T.inline
+        def visit_entry(k):
+            visit(i, k)
+
+        walk(cta, cta.entries(length, bits), length, visit_entry)
+
+    walk(cta, cta.lists(count, bits), count, visit_list)
 
 
 @T.inline
@@ -45,108 +88,21 @@ def each(cta, count, visit):
 
 
 @T.inline
-def add_up(cta, values, count):
-    """Replace int64 values by the sum of those before each; the sum of all comes behind them."""
-    run = var(ceil_div(count, cta.threads))
-
-    @T.inline
-    def sum_run(thread):
-        total = var(T.int64(0))
-        for k in T.serial(run):
-            at = var(thread * run + k)
-            if at < count:
-                total = total + values[at]
-        cta.partial[thread] = total
-
-    @T.inline
-    def replace_run(thread):
-        total = var(cta.partial[thread])
-        for k in T.serial(run):
-            at = var(thread * run + k)
-            if at < count:
-                value = var(values[at])
-                values[at] = total
-                total = total + value
-        if thread == cta.threads - 1:
-            values[count] = total
-
-    each(cta, cta.threads, sum_run)
-    cta.add_up_partials(cta)
-    each(cta, cta.threads, replace_run)
-
-
-@T.inline
 def find_last(value_of, count, limit, found):
-    """Find the last of so many ascending values that is not above a limit: `found`, from 0 on."""
-    high = var(count)
+    """Find the last of so many ascending values that is not above a limit: `found`, from 0 on.
+
+    A step compares values that are a quarter of what is left apart, all at once.
+    """
+    left = var(count)
     assign(found, 0)
-    while high - found > 1:
-        middle = var(T.shift_right(found + high, 1))
-        if value_of(middle) <= limit:
-            assign(found, middle)
-        else:
-            high = middle
-
-
-@T.inline
-def rank_in_blocks(cta, source, target, count):
-    """Sort blocks of `BLOCK` keys, each key counting those of its block that are less."""
-
-    @T.inline
-    def move(i):
-        key = var(source[i])
-        begin = var(i // BLOCK * BLOCK)
-        rank = var(begin)
-        for k in T.unroll(BLOCK):
-            other = T.meta_var(source[T.min(begin + k, count - 1)])
-            rank = rank + as_bit(T.And(begin + k < count, other < key))
-        target[rank] = key
-
-    each(cta, count, move)
-
-
-@T.inline
-def merge_runs(cta, source, target, count, bits):
-    """Merge pairs of runs of ``2**bits`` keys: each counts those of the other run that are less."""
-
-    @T.inline
-    def move(i):
-        key = var(source[i])
-        size = var(T.shift_left(1, bits))
-        other = var(T.bitwise_xor(T.bitwise_and(i, -size), size))
-        most = var(T.max(T.min(count - other, size), 0))
-        less = var(0)
-        for step in T.serial(bits + 1):
-            half = var(T.max(T.shift_right(size, step + 1), 1))
-            at = var(less + half - 1)
-            if at < most:
-                if source[other + at] < key:
-                    less = less + half
-        target[T.bitwise_and(i, -2 * size) + T.bitwise_and(i, size - 1) + less] = key
-
-    each(cta, count, move)
-
-
-@T.inline
-def sort(cta, keys, spare, count):
-    """Sort int64 keys, no two alike, with as many words to spare."""
-    rank_in_blocks(cta, keys, spare, count)
-    merged = var(BLOCK_BITS)
-    is_spare = var(1)
-    while T.shift_left(1, merged) < count:
-        if is_spare != 0:
-            merge_runs(cta, spare, keys, count, merged)
-        else:
-            merge_runs(cta, keys, spare, count, merged)
-        is_spare = 1 - is_spare
-        merged = merged + 1
-
-    @T.inline
-    def copy(i):
-        keys[i] = spare[i]
-
-    if is_spare != 0:
-        each(cta, count, copy)
+    while left > 1:
+        stride = var(ceil_div(left, ARITY))
+        passed = var(0)
+        for k in T.unroll(1, ARITY):
+            value = T.meta_var(value_of(found + T.min(k * stride, left - 1)))
+            passed = passed + as_bit(value <= limit) * as_bit(k * stride < left)
+        assign(found, found + passed * stride)
+        left = T.min(stride, left - passed * stride)
 
 
 def largest(a: Any, b: Any) -> Any:

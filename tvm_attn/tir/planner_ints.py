@@ -37,6 +37,11 @@ def variables_in(scope: str) -> Iterator[None]:
         _scope.reset(token)
 
 
+def scope() -> str:
+    """Return the scope of the variables of functions that are traced now."""
+    return _scope.get()
+
+
 def bind(handle: Any, name: str, *row: int) -> Any:
     """Bind a parameter to int32 rows, their number free, at any address an int32 can have."""
     return T.match_buffer(handle, (tirx.Var(f"{name}_size", "int32"), *row), "int32", align=4)
