@@ -95,8 +95,7 @@ class DevicePlanner:
         least = 1
         for row, (family, of_family) in zip(jobs, counts.items(), strict=True):
             _fill_job(row, family, of_family, room, least)
-            if family.cluster < 2:
-                least = family.rows + 1
+            least = family.rows + 1
             for at, number in (
                 (Job.OF_HEADS, spec.num_kv_heads),
                 (Job.OF_GRANULE, family.block),
@@ -107,7 +106,7 @@ class DevicePlanner:
         last[Job.ROW_MAX] = MAX_ROWS
         clusters = [family for family in counts if family.cluster > 1]
         if clusters:
-            jobs[:2, Job.ROLE] = Role.CLUSTERS, Role.REPLACED
+            jobs[0, Job.ROLE] = Role.CLUSTERS
         self._clusters = [(f.cluster, counts[f].num_ctas, f.rows) for f in clusters] or [(0, 0, 0)]
         tables = Copies(memory.device, (place, jobs))
         self._place, self._jobs = tables.of(place), tables.of(jobs)

@@ -33,6 +33,8 @@ from tvm_attn.worklist import HEADER_WORDS
 if TYPE_CHECKING:
     from tvm_attn.runtime.device_plan import DevicePlanner
 
+MOST_SHARING = 4
+"""Multiprocessors whose CTAs share items at most, where that is fixed for all batches."""
 WORDS = 4
 """Words that the CTAs of a device's planner share."""
 
@@ -138,6 +140,11 @@ class FixedMemory(DeviceMemory):
         """Itself."""
         return self
 
+    @property
+    def has_device_plans(self) -> bool:
+        """Whether a device has planned here."""
+        return self.device_planner is not None
+
     def unread_lse(self, rows: int) -> Any:
         """Return room for the LSE of any batch within the limits, packed."""
         return super().unread_lse(max(rows, self.terms.limits.max_qo_tokens))
@@ -181,20 +188,34 @@ def families_of(
 ) -> list[Family]:
     """Return the families that a batch may have work for.
 
-    One in clusters is among them if the largest batch has no more units than there are clusters:
-    that of the largest ones.
+    Where no batch has many units, one of those that take another's place takes them all.
     """
     longest = (terms.max_qo_len or terms.limits.max_qo_tokens) * group_size
+    units = terms.limits.max_batch * num_kv_heads
+    pairs = list(zip(families, ctas, strict=True))
+    if not terms.split and (few := _for_few(pairs, units, longest)):
+        return [few]
     found: list[Family] = []
     least = 1
-    for family, queues in zip(families, ctas, strict=True):
+    for family in families:
         if family.stands_in:
-            fits = family.cluster > 1 and not family.replaces
-            fits = fits and terms.limits.max_batch * num_kv_heads <= queues
-            if longest <= family.rows and fits and not found:
-                found.append(family)
             continue
         if least <= longest:
             found.append(family)
         least = family.rows + 1
     return found
+
+
+def _for_few(pairs: Sequence[tuple[Family, int]], units: int, longest: int) -> Family | None:
+    """Return the family that takes all batches of no more units, of so many rows, if there is one.
+
+    Of wide CTAs if there are any, in the largest clusters of which there are enough: so items are
+    long, and few are cut.
+    """
+    fitting = [
+        family
+        for family, queues in pairs
+        if family.stands_in and longest <= family.rows and units <= queues
+        if family.sharers <= MOST_SHARING * family.residents
+    ]
+    return max(fitting, key=lambda family: (family.replaces, family.sharers), default=None)

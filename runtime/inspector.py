@@ -125,7 +125,7 @@ class Inspector:
                 continue
             place, split = usual, fixed_split
             if index == 0 and not fixed_split:
-                place, split = self._choose(plan, count, num_ctas)
+                place, split = self._choose(plan, count, num_ctas, store)
             family = self._all_families[place]
             given = (plan, family, index, values, split, block)
             work = self._deal(*given, (count, self._num_kv_heads, num_ctas[place], pieces))
@@ -138,32 +138,33 @@ class Inspector:
                     plan.work[-1] = self._deal(*given, (count, self._num_kv_heads, few, pieces))
         return plan
 
-    def _choose(self, plan: Plan, units: int, num_ctas: Sequence[int]) -> tuple[int, int]:
+    def _choose(
+        self, plan: Plan, units: int, num_ctas: Sequence[int], store: Store
+    ) -> tuple[int, int]:
         """Return the place of the first family, or of one that takes its batch, and its split."""
         usual, units = self._places[0], units * self._num_kv_heads
         rows = plan.max_qo_len * self._group_size
-        if len(self._sharers) == 1 or rows > self._families[0].rows:
+        first = next((i for i in self._sharers if num_ctas[i]), usual)
+        if first == usual or rows > self._families[0].rows:
             return usual, 0
+        if store.has_device_plans:
+            return self._choose_simply(plan, first)
+        if units > max(num_ctas[i] for i in self._sharers) or not plan.max_kv_len:
+            return (usual if num_ctas[usual] else first), 0
         queues = tuple([num_ctas[i] for i in self._sharers])
-        if not all(queues):  # a device's planner has to come to the same
-            return self._choose_simply(plan, num_ctas, units)
-        if units > num_ctas[usual] or not plan.max_kv_len:
-            return usual, 0
         work = Work(self._bytes.token, rows * self._bytes.row)
         chosen, split = self._sharing.choose(plan.batch[KV_LEN], queues, work)
         return self._sharers[chosen], split
 
-    def _choose_simply(self, plan: Plan, num_ctas: Sequence[int], units: int) -> tuple[int, int]:
-        """Choose in a plan with limits, which has room for clusters of one size at most.
+    def _choose_simply(self, plan: Plan, only: int) -> tuple[int, int]:
+        """Return the only family there is, and its split, as a device's planner does.
 
         With few units of like length none is cut, and clusters take one each. With few of which
         some are much longer, clusters have fewer parts to merge.
         """
-        first = next(i for i in self._sharers if num_ctas[i])
-        family = self._all_families[first]
-        if family.cluster > 1 and units <= num_ctas[first]:
-            return first, UNCUT if self._pays_whole(plan, family) else 0
-        return self._places[0], 0
+        family = self._all_families[only]
+        is_whole = family.cluster > 1 and self._pays_whole(plan, family)
+        return only, UNCUT if is_whole else 0
 
     def _pays_whole(self, plan: Plan, family: Family) -> bool:
         """Whether clusters that do not cut units are faster than cutting them.

@@ -199,13 +199,13 @@ class Planner:
         return held
 
     def _queues(self, device: torch.device, memory: FixedMemory | None) -> tuple[int, ...]:
-        """Return how many queues each family has: none in clusters that a plan has no room for."""
+        """Return how many queues each family has: none if a plan has no room for its work."""
         counts = tuple(self._machine.num_ctas(device))
         if memory is None:
             return counts
         if memory.queues is None:
             memory.queues = tuple(
-                0 if family.stands_in and family not in memory.counts else count
+                count if family in memory.counts else 0
                 for family, count in zip(self._families, counts, strict=True)
             )
         return memory.queues

@@ -7,6 +7,7 @@ takes (`tvm_attn.tir.planner_shares`), by the tables made here; the figures are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -79,8 +80,13 @@ def rates_of(family: Family, most: int, work: Work) -> Floats:
 
 
 def costs_of(family: Family, queues: int, work: Work) -> tuple[float, ...]:
-    """Return a family's row of the table of costs, in the order of its columns."""
+    """Return a family's row of the table of costs, in the order of its columns.
+
+    One that has no queues takes forever.
+    """
     costs = (COSTS_ALONE if family.replaces else COSTS_SHARING)[family.sharers]
+    if not queues:
+        queues, costs = 1, costs._replace(launch=math.inf)
     part = work.part_bytes / (MERGING * family.sharers)
     alone = work.token_bytes / (speed_of(family).of(work.token_bytes) * family.sharers)
     return family.sharers, queues, *costs, part, alone, BESIDE_PARTS
@@ -94,7 +100,7 @@ def speed_of(family: Family) -> Speed:
 def tables(families: Sequence[Family], queues: Sequence[int], work: Work) -> tuple[Floats, Floats]:
     """Return the planner's tables of costs and of rates, for families with so many queues."""
     pairs = list(zip(families, queues, strict=True))
-    most = max(family.sharers * count for family, count in pairs)
+    most = max(family.sharers * max(count, 1) for family, count in pairs)
     costs = np.array([costs_of(family, count, work) for family, count in pairs], np.float32)
     return costs, np.stack([rates_of(family, most, work) for family in families])
 

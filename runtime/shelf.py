@@ -47,6 +47,10 @@ Size = tuple[Extent, Units]
 class Store(Protocol):
     """Where memory for a plan comes from."""
 
+    @property
+    def has_device_plans(self) -> bool:
+        """Whether a device has planned there: then the host has to come to the same."""
+
     def take(self, extent: Extent) -> Block:
         """Return a block that a batch has room in."""
 
@@ -85,6 +89,11 @@ class Shelf:
         if pool is None:
             pool = self._pool((alike, (alike.requests, *[0] * (2 * self._others + 1))))
         return pool.take()
+
+    @property
+    def has_device_plans(self) -> bool:
+        """No: devices plan within limits."""
+        return False
 
     def fitting(self, block: Block, units: Units) -> Block:
         """Return the block, if it is of the size for a batch's work, or else another one."""

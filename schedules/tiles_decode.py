@@ -42,8 +42,8 @@ FEW_ROWS: tuple[Kind, ...] = ("decode", "wide", "draft")
 """
 TILE_ROWS = (ROWS, 2 * ROWS)
 """Fused rows of a tile, which all warps have in registers."""
-CLUSTERS = (8, 4, 2)
-"""CTAs that may share each item of a plan with few units, most first."""
+CLUSTERS = {ROWS: (8, 4, 2), 2 * ROWS: (2,)}
+"""CTAs that may share each item of a plan with few units, most first, by the rows of a tile."""
 HAVE_CLUSTERS = {"wgmma", "tcgen05"}
 """Features of cards whose clusters have as many CTAs."""
 GRANULE = 64
@@ -59,8 +59,8 @@ STAGE_BYTES = 8192
 """Of K and V that a warp copies at a time, if that is 16 or 32 tokens."""
 SHARED_COLUMNS = 16
 """Columns that are dealt to a CTA of a cluster at a time."""
-RECEIVED_ROWS = 8
-"""Rows that the CTAs of a cluster join at a time."""
+RECEIVED_ROWS = 64
+"""Rows that a CTA has room for, of all CTAs of a cluster, where they join them at a time."""
 LEFT = 4
 """Registers of the queries of a step."""
 MOST_HELD = 144
@@ -139,9 +139,14 @@ class DecodeTile(CudaTile):
         return self.rows * self.warps
 
     @property
+    def received_rows(self) -> int:
+        """Rows that the CTAs of a cluster join at a time: fewer, the more CTAs there are."""
+        return RECEIVED_ROWS // max(self.clusters)
+
+    @property
     def bound_words(self) -> int:
         """Peaks and totals that a CTA has room for of the CTAs of a cluster."""
-        return 2 * RECEIVED_ROWS * max(self.clusters, default=0)
+        return 2 * self.received_rows * max(self.clusters) if self.clusters else 0
 
     def part(self, dim: int) -> int:
         """Elements of a row of values that are brought together in a pass."""
@@ -155,7 +160,7 @@ class DecodeTile(CudaTile):
         """Elements of outputs that a CTA has room for of a cluster: each CTA's of its share."""
         columns = self.part(dim)
         shares = (size * int(share_columns(columns, size)) for size in self.clusters)
-        return RECEIVED_ROWS * max(shares, default=0)
+        return self.received_rows * max(shares) if self.clusters else 0
 
     def ring_words(self, spec: AttentionSpec) -> int:
         """Words of the rings of all warps."""
@@ -217,7 +222,7 @@ def candidates(
         tile = replace(
             tile,
             overlaps="tma" in arch.features,
-            clusters=CLUSTERS if has_clusters else (),
+            clusters=CLUSTERS[tile.rows] if has_clusters else (),
             holds_queries=_can_hold(spec, tile.row_tiles),
         )
         one = with_residents(tile, spec, arch, (False, False))

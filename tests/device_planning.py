@@ -104,14 +104,16 @@ class Setting:
 
     def on_host(self, fmt: BSR) -> Plan:
         queues = [
-            count if family.cluster < 2 or family in self.memory.counts else 0
+            count if family in self.memory.counts else 0
             for family, count in zip(FAMILIES, self.queues, strict=True)
         ]
         inspector = Inspector(
             *(plan_batch(self.paged), plan_work(self.mask), share_out()),
             *(FAMILIES, self.group, self.heads, RowBytes(512, 512)),
         )
-        return inspector.plan(None, fmt, lambda _: {"all": self.values}, self.split, queues)
+        memory = self.memory
+        memory.device_planner = DevicePlanner(self.spec, memory, lambda *_: None)
+        return inspector.plan(None, fmt, lambda _: {"all": self.values}, self.split, queues, memory)
 
     def on_device(self, fmt: BSR, backward: bool = False) -> DevicePlan:
         function = serial(self.mask, self.paged)

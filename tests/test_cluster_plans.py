@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from typing import Any
 
@@ -32,14 +32,20 @@ def compiled() -> list[Any]:
     return [planner[name] for name in ("plan_batch", "plan_work", "share_out")]
 
 
-def planned(kv_lens: list[int], heads: int, qo_len: int = 1, split: int = 0) -> Plan:
+def planned(
+    kv_lens: list[int],
+    heads: int,
+    qo_len: int = 1,
+    split: int = 0,
+    queues: Sequence[int] = tuple(QUEUES.values()),
+) -> Plan:
     inspector = Inspector(*compiled(), FAMILIES, 4, heads, BYTES)
     pages = [-(-length // 16) for length in kv_lens]
     qo_indptr = [qo_len * n for n in range(len(kv_lens) + 1)]
     last = [(length - 1) % 16 + 1 for length in kv_lens]
     indptr = [0, *accumulate(pages)]
     fmt = BSR.from_page_table(qo_indptr, indptr, list(range(indptr[-1])), last, 16)
-    return inspector.plan(None, fmt, lambda plan: {}, split, list(QUEUES.values()))
+    return inspector.plan(None, fmt, lambda plan: {}, split, queues)
 
 
 def work_of(kv_lens: list[int], heads: int) -> WorkList:
@@ -155,6 +161,24 @@ def test_the_way_of_the_least_time_is_taken() -> None:
             times = {way[1:]: way[0] for way in ways(kv_lens, heads, work)}
             least = pytest.approx(min(times.values()), rel=1e-5)
             assert times[SHARERS[family], split] == least
+
+
+@pytest.mark.parametrize("only", SHARERS[:-1], ids=lambda family: f"{family.name}{family.cluster}")
+def test_a_plan_for_one_family_takes_its_best_cut(only: Family) -> None:
+    """As plans with limits are, whose launches graphs have captured."""
+    queues = [QUEUES[family] if family == only else 0 for family in FAMILIES]
+    work = Work(BYTES.token, 4 * BYTES.row)
+    for kv_lens in ([512], [8192] * 3, [60000] + [512] * 13, [1] * 14):
+        sharing = Sharing(compiled()[2], SHARERS, 1)
+        of_sharers = tuple(QUEUES[family] if family == only else 0 for family in SHARERS)
+        chosen, split = sharing.choose(np.array(kv_lens, np.int32), of_sharers, work)
+        times = {way[2]: way[0] for way in ways(kv_lens, 1, work) if way[1] == only}
+        assert SHARERS[chosen] == only
+        assert times[split] == pytest.approx(min(times.values()), rel=1e-5)
+        [dealt] = planned(kv_lens, 1, queues=queues).work
+        assert dealt.family == only and dealt.num_ctas == QUEUES[only]
+        if split:
+            assert len(dealt.items) == len(pieces_of(kv_lens, 1, split))
 
 
 def test_every_key_is_attended_to_once() -> None:

@@ -122,7 +122,7 @@ def test_what_is_fixed_cannot_change(cache: tuple[torch.Tensor, torch.Tensor]) -
         masked.plan(small.fmt, limits=LIMITS, custom_mask=bits)
 
 
-EIGHT, TWO, DECODE, SHORT, LONG = FAMILIES = (
+EIGHT, TWO, DECODE, SHORT, LONG = NARROW = (
     Family("decode", 16, 64, 1, 2, cluster=8),
     Family("decode", 16, 64, 1, 2, cluster=2),
     Family("decode", 16, 64, 1, 2, cluster=1),
@@ -131,16 +131,22 @@ EIGHT, TWO, DECODE, SHORT, LONG = FAMILIES = (
 )
 
 
+WIDE = {size: Family("wide", 16, 64, 1, 1, "decode", 0, size, "decode") for size in (8, 4, 2, 1)}
+QUEUES = dict(
+    zip((*NARROW, *WIDE.values()), (29, 132, 264, 264, 264, 14, 29, 66, 132), strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("max_batch", "max_qo_tokens", "max_qo_len", "expected"),
     [
-        (3, 3, 1, [EIGHT, DECODE]),
-        (4, 4, 1, [TWO, DECODE]),
+        (3, 3, 1, [EIGHT]),
+        (4, 4, 1, [TWO]),
         (17, 17, 1, [DECODE]),
-        (3, 12, 4, [EIGHT, DECODE]),
+        (3, 12, 4, [EIGHT]),
         (3, 15, 5, [DECODE, SHORT]),
         (3, 100, 17, [DECODE, SHORT, LONG]),
-        (3, 3, 0, [EIGHT, DECODE]),
+        (3, 3, 0, [EIGHT]),
         (3, 30, 0, [DECODE, SHORT, LONG]),
     ],
 )
@@ -148,4 +154,24 @@ def test_kernels_are_launched_that_may_have_work(
     max_batch: int, max_qo_tokens: int, max_qo_len: int, expected: list[Family]
 ) -> None:
     terms = Terms(PlanLimits(max_batch, max_qo_tokens, 1000), 0, max_qo_len)
-    assert families_of(FAMILIES, terms, 4, 8, [29, 132, 264, 264, 264]) == expected
+    assert families_of(NARROW, terms, 4, 8, [QUEUES[each] for each in NARROW]) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "split", "expected"),
+    [
+        (1, 0, WIDE[4]),
+        (29, 0, WIDE[4]),
+        (30, 0, WIDE[2]),
+        (66, 0, WIDE[2]),
+        (67, 0, WIDE[1]),
+        (132, 0, WIDE[1]),
+        (133, 0, DECODE),
+        (1, 64, DECODE),
+    ],
+)
+def test_few_units_have_one_launch(max_batch: int, split: int, expected: Family) -> None:
+    """In the largest clusters of wide CTAs of which there are enough, up to four."""
+    families = (EIGHT, TWO, *WIDE.values(), DECODE, SHORT, LONG)
+    terms = Terms(PlanLimits(max_batch, max_batch, 1000), split, 1)
+    assert families_of(families, terms, 4, 1, [QUEUES[each] for each in families]) == [expected]

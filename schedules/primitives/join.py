@@ -13,7 +13,6 @@ from tvm_attn.schedules.primitives.finish import QUAD, Joined, empty, store_quad
 from tvm_attn.schedules.primitives.fragments import over_row, store_shared_pair
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.schedules.primitives.shares import Shares, receive_state, send_quad, store_share
-from tvm_attn.schedules.tiles_decode import RECEIVED_ROWS
 
 
 @T.inline
@@ -87,10 +86,10 @@ def send_joined(cta, joined, shares, first, rows):
 @T.inline
 def store_shared(cta, task, outputs, joined, turn):
     """Join a part of the columns with the cluster's other CTAs, and store the CTA's share."""
-    shares = T.meta_var(Shares.of(cta))
-    for n in T.unroll(cta.tile.rows // RECEIVED_ROWS):
-        first = T.meta_var(n * RECEIVED_ROWS)
-        rows: T.let[T.int32] = T.min(task.row_end - task.row0 - first, RECEIVED_ROWS)
+    shares, at_once = T.meta_var((Shares.of(cta), cta.tile.received_rows))
+    for n in T.serial(cta.tile.rows // at_once):
+        first = T.meta_var(n * at_once)
+        rows: T.let[T.int32] = T.min(task.row_end - task.row0 - first, at_once)
         if rows > 0:
             if n > 0:
                 arrive_at_cluster()
@@ -110,9 +109,11 @@ def store_state(cta, task, outputs):
     for i in T.unroll(cta.rows):
         r.total[i] = r.total[i] + over_row(r.total[i], 1)
         r.total[i] = r.total[i] + over_row(r.total[i], 2)
-    for turn in T.unroll(cta.tile.passes):
+    for turn in T.serial(cta.tile.passes):
         T.cuda.cta_sync()  # the warps have read what was shared before
-        share_state(cta, task, turn)
+        for each in T.unroll(cta.tile.passes):  # registers have no index
+            if turn == each:
+                share_state(cta, task, each)
         T.cuda.cta_sync()
         if shares_item(cta):
             store_shared(cta, task, outputs, joined, turn)

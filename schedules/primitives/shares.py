@@ -2,7 +2,7 @@
 
 The columns of a part of the outputs are dealt to the CTAs in turns, 16 at a time. What the warps of
 a CTA have of a share is joined and written to the CTA whose it is, with the rows' peaks and totals:
-eight rows at a time.
+as many rows at a time as there is room for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tvm_attn.schedules.primitives.finish import QUAD, empty, store_quad
 from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
 from tvm_attn.schedules.primitives.shapes import WORD_BYTES
 from tvm_attn.schedules.primitives.streams import StreamingCta, shared_word
-from tvm_attn.schedules.tiles_decode import RECEIVED_ROWS, SHARED_COLUMNS, share_columns
+from tvm_attn.schedules.tiles_decode import SHARED_COLUMNS, share_columns
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
@@ -73,7 +73,7 @@ class Shares:
 
     def index(self, source: Expr, row: Expr, place: Expr) -> Expr:
         """Index of what a CTA of the cluster has of a row of a share."""
-        return (source * RECEIVED_ROWS + row) * self.width + place
+        return (source * self.cta.tile.received_rows + row) * self.width + place
 
     def address(self, row: Expr, place: Expr) -> Expr:
         """Address in shared memory of what this CTA has of a row of a share."""
@@ -82,7 +82,7 @@ class Shares:
 
     def bound(self, source: Expr, row: Expr) -> Expr:
         """Index of the peak of a row of a CTA of the cluster; its total is the next."""
-        return (source * RECEIVED_ROWS + row) * BOUNDS
+        return (source * self.cta.tile.received_rows + row) * BOUNDS
 
     def bound_address(self, row: Expr) -> Expr:
         """Address in shared memory of the peak of a row of this CTA."""

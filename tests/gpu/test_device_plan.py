@@ -71,13 +71,14 @@ def test_plans_are_those_of_the_host(
 ) -> None:
     module, rng = machine.kernel(name, SPEC), np.random.default_rng(longest)
     limits = PlanLimits(max_batch, max_batch * longest, TOKENS + 16 * max_batch)
-    plans: list[Any] = [None, None]
     kinds = set()
+    terms: dict[str, Any] = {"window_left": window, "limits": limits, "max_qo_len": longest}
+    first = on_gpu(random_format(rng, 0, max_batch, longest))
+    plans = [module.plan(first, **terms) for _ in range(2)]
     for number in range(BATCHES // 4):
         fmt = random_format(rng, number, max_batch, longest)
-        given = {} if number else {"limits": limits, "max_qo_len": longest}
         plans = [
-            module.plan(each, out=out, window_left=window, **given)
+            module.plan(each, out=out, window_left=window)
             for each, out in zip((fmt, on_gpu(fmt)), plans, strict=True)
         ]
         expected, made = plans
@@ -106,7 +107,7 @@ def test_a_graph_plans_and_runs(machine: Machine, batch_size: int) -> None:
             buffer[: len(given)].copy_(given)
 
     fill(batches[0].fmt)
-    plan = module.plan(*buffers, limits=limits, max_qo_len=1)
+    plan, host = (module.plan(*buffers, limits=limits, max_qo_len=1) for _ in range(2))
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=machine.device)
 
     def step() -> None:
@@ -121,7 +122,7 @@ def test_a_graph_plans_and_runs(machine: Machine, batch_size: int) -> None:
         lse.fill_(torch.nan)
         graph.replay()
         plan.check()
-        host = module.plan(batch.fmt, limits=limits, max_qo_len=1)
+        module.plan(batch.fmt, out=host)
         assert_same_bits((out, lse), module.run(host, q, kv, return_lse=True))
         if number % 10 == 0:
             assert_accurate((out, lse), batch, mask=reference.causal())
@@ -189,7 +190,8 @@ def test_what_is_wrong_is_said_later_and_gives_empty_states(
         plan.check()
     module.plan(bad(), out=plan)
     plan.check()
-    host = module.plan(BSR(**{**vars(bad()), **_on_host(bad())}), limits=limits, max_qo_len=1)
+    host = module.plan(bad(), limits=limits, max_qo_len=1)
+    module.plan(BSR(**{**vars(bad()), **_on_host(bad())}), out=host)
     made, expected = (module.run(p, q[:n], kv) for p, n in ((plan, 4), (host, 3)))
     assert torch.equal(made[:3], expected)
 
