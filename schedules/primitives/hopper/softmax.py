@@ -131,21 +131,31 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
 
 
 @T.inline
-def move_references(cta, group, begin, end):
-    """Move the references that scores of column tiles `begin` to `end` have outgrown.
+def raise_tops(cta, begin, end):
+    """Find by how much to move references, for scores of column tiles `begin` to `end`: in `top`.
 
-    Tiles before those are weights by now.
+    None moves down, but that of a row that has seen no key.
     """
     r = T.meta_var(cta.registers)
     find_tops(cta, begin, end)
     for i in T.unroll(HALVES):
-        is_empty: T.let[T.bool] = r.peak[i] == f32(HIDDEN)
-        moves: T.let[T.bool] = T.Or(
-            r.top[i] > f32(slack(cta)), T.And(is_empty, r.top[i] > f32(HIDDEN))
-        )
-        far: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
-        by: T.let[T.float32] = T.Select(moves, far, f32(0.0))
-        shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
+        is_new: T.let[T.bool] = T.And(r.peak[i] == f32(HIDDEN), r.top[i] > f32(HIDDEN))
+        by: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
+        r.peak[i] = T.Select(is_new, r.reference[i], r.peak[i])
+        r.top[i] = T.Select(is_new, by, T.max(f32(0.0), by))
+    hold(r.top)
+
+
+@T.inline
+def move_references(cta, group, begin, end):
+    """Move the references of a warp, which scores of column tiles `begin` to `end` have outgrown.
+
+    Tiles before those are weights by now.
+    """
+    r = T.meta_var(cta.registers)
+    raise_tops(cta, begin, end)
+    for i in T.unroll(HALVES):
+        shrinks: T.let[T.float32] = T.exp2(T.min(f32(0.0), f32(0.0) - r.top[i]))
         before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
         r.scale[i] = before * shrinks
         r.total[i] = r.total[i] * shrinks
@@ -156,9 +166,9 @@ def move_references(cta, group, begin, end):
         for n in T.unroll(end - begin):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
-                r.score[at] = r.score[at] - by
-        r.reference[i] = r.reference[i] + by
-        r.peak[i] = T.Select(moves, r.reference[i], r.peak[i])
+                r.score[at] = r.score[at] - r.top[i]
+        r.reference[i] = r.reference[i] + r.top[i]
+        r.peak[i] = r.peak[i] + r.top[i]
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 
