@@ -1,10 +1,10 @@
 """Online softmax of a warpgroup, lazily: scores are relative to a reference that seldom moves.
 
-A row's reference is the largest score of its first block. Later scores are taken relative to it;
-only where one has outgrown it by `slack` (a power of 2 that weights can hold) are exact maxima
-found, the reference moved and what was accumulated rescaled: the result is the same. That none has
-is one test of a warp. As signed integers, floats above 0 compare as they are, and none below 0 is
-above one of them.
+A row's reference is the largest score of its first block, or where that is far from 0 some way above
+it (`headroom`). Later scores are taken relative to it; only where one has outgrown it by `slack` (a
+power of 2 that weights can hold) are exact maxima found, the reference moved and what was
+accumulated rescaled: the result is the same. That none has is one test of a warp. As signed
+integers, floats above 0 compare as they are, and none below 0 is above one of them.
 
 The scores of a block are weighed in two parts: the first while the block before it is multiplied
 with its values, the second after that, while weights are packed. The test between the two keeps the
@@ -37,9 +37,15 @@ from tvm_attn.schedules.primitives.hopper.wgmma import hold
 from tvm_attn.schedules.primitives.scores import slack
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
+from tvm_attn.variant import Expr
 
 HIDDEN = -math.inf
 LEAST_INT = -(2**31)
+HEADROOM, ORDINARY = 64.0, 16.0
+"""How far above the largest score a reference is at most taken, so that later scores seldom outgrow
+it, and the size up to which scores have none."""
+LEAST_SHRINKING = 126.0
+"""As a power of 2, by how much what was accumulated can shrink in one multiplication."""
 
 
 def bits_of(value: float) -> int:
@@ -68,6 +74,26 @@ def find_tops(cta, begin, end):
         r.top[i] = T.max(r.top[i], over_row(r.top[i], 2))
 
 
+def headroom(cta: Cta, top: Expr) -> Expr:
+    """Return how far above the largest score of a row its reference is taken.
+
+    Less than the score is from 0: what is relative is then rounded no more than scores are anyway.
+    None where a hook makes logits, which are sums, or where weights are float16, which has no room.
+    """
+    if cta.dtype != "bfloat16" or cta.hooks.variant.logits_transform is not None:
+        return f32(0.0)
+    return tirx.max(f32(0.0), tirx.min(f32(HEADROOM), tirx.abs(top) - f32(ORDINARY)))
+
+
+def advance_by(cta: Cta, top: Expr, reference: Expr) -> Expr:
+    """Return by how much to move a reference, given the largest score relative to it.
+
+    To some way above that, unless what was accumulated would vanish which need not.
+    """
+    raised = top + headroom(cta, reference + top)
+    return tirx.max(top, tirx.min(raised, f32(LEAST_SHRINKING)))
+
+
 @T.inline
 def open_rows(cta, group, factor):
     """Open the rows of an item with the scores of its first block."""
@@ -75,6 +101,7 @@ def open_rows(cta, group, factor):
     find_tops(cta, 0, cta.key_tiles)
     for i in T.unroll(HALVES):
         r.peak[i] = r.top[i] * factor
+        r.peak[i] = r.peak[i] + headroom(cta, r.peak[i])
         r.total[i] = f32(0.0)
     note_empty_rows(cta, group)
     for i in T.unroll(HALVES):
@@ -104,20 +131,31 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
 
 
 @T.inline
-def move_references(cta, group, begin, end):
-    """Move the references that scores of column tiles `begin` to `end` have outgrown.
+def raise_tops(cta, begin, end):
+    """Find by how much to move references, for scores of column tiles `begin` to `end`: in `top`.
 
-    Tiles before those are weights by now.
+    None moves down, but that of a row that has seen no key.
     """
     r = T.meta_var(cta.registers)
     find_tops(cta, begin, end)
     for i in T.unroll(HALVES):
-        is_empty: T.let[T.bool] = r.peak[i] == f32(HIDDEN)
-        moves: T.let[T.bool] = T.Or(
-            r.top[i] > f32(slack(cta)), T.And(is_empty, r.top[i] > f32(HIDDEN))
-        )
-        by: T.let[T.float32] = T.Select(moves, r.top[i], f32(0.0))
-        shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
+        is_new: T.let[T.bool] = T.And(r.peak[i] == f32(HIDDEN), r.top[i] > f32(HIDDEN))
+        by: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
+        r.peak[i] = T.Select(is_new, r.reference[i], r.peak[i])
+        r.top[i] = T.Select(is_new, by, T.max(f32(0.0), by))
+    hold(r.top)
+
+
+@T.inline
+def move_references(cta, group, begin, end):
+    """Move the references of a warp, which scores of column tiles `begin` to `end` have outgrown.
+
+    Tiles before those are weights by now.
+    """
+    r = T.meta_var(cta.registers)
+    raise_tops(cta, begin, end)
+    for i in T.unroll(HALVES):
+        shrinks: T.let[T.float32] = T.exp2(T.min(f32(0.0), f32(0.0) - r.top[i]))
         before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
         r.scale[i] = before * shrinks
         r.total[i] = r.total[i] * shrinks
@@ -128,9 +166,9 @@ def move_references(cta, group, begin, end):
         for n in T.unroll(end - begin):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
-                r.score[at] = r.score[at] - by
-        r.reference[i] = r.reference[i] + by
-        r.peak[i] = T.Select(moves, r.reference[i], r.peak[i])
+                r.score[at] = r.score[at] - r.top[i]
+        r.reference[i] = r.reference[i] + r.top[i]
+        r.peak[i] = r.peak[i] + r.top[i]
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 
