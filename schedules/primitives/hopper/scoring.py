@@ -10,6 +10,7 @@ import itertools
 from functools import partial
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
@@ -23,6 +24,8 @@ from tvm_attn.schedules.primitives.folded import (
 )
 from tvm_attn.schedules.primitives.fragments import any_lane
 from tvm_attn.schedules.primitives.hopper.softmax import (
+    has_low,
+    lift_references,
     move_references,
     relate,
     weigh,
@@ -86,11 +89,17 @@ def weigh_products(cta: Cta, group: Any, task: Task, fold: Fold) -> None:
         relate_part(cta, group, partial(apply_fold, fold, group), split, tiles)
 
 
+def lifts(cta: Cta) -> bool:
+    """Whether later scores may be far above those of a hook that can be very low."""
+    return cta.hooks.variant.logits_transform is not None and not is_bounded(cta.hooks)
+
+
 def leaves_reach(fold: Fold, has_empty: Expr) -> Expr:
-    """Whether a product of the block is beyond what a fold is good for."""
+    """Whether a product of the block is beyond what a fold is good for, or a reference too low."""
     cta, reference = fold.cta, fold.cta.registers.reference
     some = elements(cta, 0, cta.key_tiles)
-    return any_lane(fold.reaches(some, (reference[0], reference[1]), slack(cta), has_empty))
+    is_far = tirx.Or(has_empty, has_low(cta)) if lifts(cta) else has_empty
+    return any_lane(fold.reaches(some, (reference[0], reference[1]), slack(cta), is_far))
 
 
 def prepare_bias(cta: Cta, task: Task, kv0: Expr) -> Fold | None:
@@ -118,12 +127,19 @@ def relate_parts(cta, group, scored):
 
 
 @T.inline
+def relate_absolute(cta, group, factor):
+    """Weigh scores, which times `factor` are not relative to references yet."""
+    if lifts(cta):
+        lift_references(cta, group, factor)
+    relate_parts(cta, group, partial(scale, cta, factor))
+
+
+@T.inline
 def weigh_part(cta, group, task, factor, hides, biased):
     """Make scores of the products at hand; weigh the first part, and make the rest relative.
 
     ``hides`` is not 0 if keys may be hidden, ``biased`` a fold that has been prepared.
     """
-    scaled = T.meta_var(partial(scale, cta, factor))
     if is_folded(cta.hooks):
         fold = T.meta_var(biased or Fold.prepare(cta, at_hand(cta, task), group.kv0))
         is_far: T.bool = hides != 0
@@ -131,11 +147,11 @@ def weigh_part(cta, group, task, factor, hides, biased):
             is_far = leaves_reach(fold, group.flags.has_empty)
         if is_far:
             score(cta, group, task, hides)
-            relate_parts(cta, group, scaled)
+            relate_absolute(cta, group, factor)
         elif is_bounded(cta.hooks):
             weigh_products(cta, group, task, fold)
         else:
             relate_parts(cta, group, partial(apply_fold, fold, group))
     else:
         score(cta, group, task, hides)
-        relate_parts(cta, group, scaled)
+        relate_absolute(cta, group, factor)

@@ -1,9 +1,9 @@
 """Online softmax of a warpgroup, lazily: scores are relative to a reference that seldom moves.
 
-A row's reference is the largest score of its first block, or where that is far from 0 some way above
-it (`headroom`). Later scores are taken relative to it; only where one has outgrown it by `slack` (a
-power of 2 that weights can hold) are exact maxima found, the reference moved and what was
-accumulated rescaled: the result is the same. That none has is one test of a warp. As signed
+A row's reference is the largest score of its first block, or where that is far from 0 some way
+above it (`headroom`). Later scores are taken relative to it; only where one has outgrown it by
+`slack` (a power of 2 that weights can hold) are exact maxima found, the reference moved and what
+was accumulated rescaled: the result is the same. That none has is one test of a warp. As signed
 integers, floats above 0 compare as they are, and none below 0 is above one of them.
 
 The scores of a block are weighed in two parts: the first while the block before it is multiplied
@@ -131,13 +131,12 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
 
 
 @T.inline
-def raise_tops(cta, begin, end):
-    """Find by how much to move references, for scores of column tiles `begin` to `end`: in `top`.
+def raise_tops(cta):
+    """Turn the largest scores relative to the references into by how much these move.
 
     None moves down, but that of a row that has seen no key.
     """
     r = T.meta_var(cta.registers)
-    find_tops(cta, begin, end)
     for i in T.unroll(HALVES):
         is_new: T.let[T.bool] = T.And(r.peak[i] == f32(HIDDEN), r.top[i] > f32(HIDDEN))
         by: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
@@ -147,13 +146,12 @@ def raise_tops(cta, begin, end):
 
 
 @T.inline
-def move_references(cta, group, begin, end):
-    """Move the references of a warp, which scores of column tiles `begin` to `end` have outgrown.
+def carry_over(cta, group, begin, end):
+    """Carry a warp's rows over to references that move by what is in `top`.
 
-    Tiles before those are weights by now.
+    That is what was accumulated, weights of tiles up to `begin`, and scores from there to `end`.
     """
     r = T.meta_var(cta.registers)
-    raise_tops(cta, begin, end)
     for i in T.unroll(HALVES):
         shrinks: T.let[T.float32] = T.exp2(T.min(f32(0.0), f32(0.0) - r.top[i]))
         before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
@@ -171,6 +169,34 @@ def move_references(cta, group, begin, end):
         r.peak[i] = r.peak[i] + r.top[i]
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
+
+
+@T.inline
+def move_references(cta, group, begin, end):
+    """Move the references of a warp, which scores of column tiles `begin` to `end` have outgrown.
+
+    Tiles before those are weights by now.
+    """
+    find_tops(cta, begin, end)
+    raise_tops(cta)
+    carry_over(cta, group, begin, end)
+
+
+def has_low(cta: Cta) -> Expr:
+    """Whether a reference of the lane's rows is so low that relative scores may lose digits."""
+    return tirx.Or(*(cta.registers.reference[i] < f32(-ORDINARY) for i in range(HALVES)))
+
+
+@T.inline
+def lift_references(cta, group, factor):
+    """Move low references to the largest scores of a block while these are not relative yet."""
+    r = T.meta_var(cta.registers)
+    if any_lane(has_low(cta)):
+        find_tops(cta, 0, cta.key_tiles)
+        for i in T.unroll(HALVES):
+            r.top[i] = r.top[i] * factor - r.reference[i]
+        raise_tops(cta)
+        carry_over(cta, group, 0, 0)
 
 
 @T.inline
