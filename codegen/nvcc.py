@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tvm_attn.codegen.compilers import Compiled, CudaCompiler, RefusedError
 
+WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H"
+"""Guard of the largest header that nvcc includes by itself (Bessel functions and such, of libstdc++
+in C++17): as if it were included already. The code is the same, a tenth of a second sooner."""
 FLAGS = ("-std=c++17", "-O3", "--use_fast_math", "--expt-relaxed-constexpr")
 QUIET = "--diag-suppress=177,1046"
 """Of functions in TVM's prelude that a kernel does not use."""
@@ -40,7 +43,7 @@ def compile_nvcc(
     with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
         source_file, ptx = Path(folder, f"{name}.cu"), Path(folder, f"{name}.ptx")
         source_file.write_text(source)
-        keep = (*FLAGS, QUIET, "--keep", f"--keep-dir={folder}")
+        keep = (*FLAGS, QUIET, WITHOUT_SPECIAL_FUNCTIONS, "--keep", f"--keep-dir={folder}")
         cubin, report = _cubin(compiler, source_file, arch, assembler, keep)
         return Compiled(cubin, ptx.read_text(), report)
 

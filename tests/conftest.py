@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -61,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="tvm_attn-tests-")
         os.environ["TVM_ATTN_CACHE_DIR"] = directory
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+def pytest_collection() -> None:
+    """Collect without the garbage collector, which would look at every test again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what there is by now."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
