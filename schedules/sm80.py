@@ -75,7 +75,7 @@ def prepare(cta, task, q, k, v, t, s, pages):
     """Note where the rows and the first two blocks of item `t` are, whose pages were looked up."""
     cache = T.meta_var(access(cta, task, k))
     kv_begin: T.int32 = task.keys()[0]
-    note(cta, task, cache, pages, 2 * cta.tile.block, k, v, t, s, kv_begin)
+    note(cta, task, cache, pages, 2 * cta.tile.block, k, v, t, s, kv_begin, T.bool(True))
     locate_q(cta, task, q)
     derive(cta, task, kv_begin, task.keys()[1])
 
@@ -138,15 +138,14 @@ def attend(cta, task, following, q, k, v, t, end, s):
         owner = T.meta_var(T.Select(kv0 + block < kv_end, t, t + 1))
         next_k = T.meta_var(gather_k(cta, k, owner, s + 1))
         is_last = T.meta_var(kv0 + block >= kv_end)
+        is_asked = T.meta_var(kv0 + 2 * block < kv_end)
+        is_next_last = T.meta_var(T.And(T.And(T.Not(is_asked), T.Not(is_last)), t + 1 < end))
         wait_for_copies()
         T.cuda.cta_sync()
         if cta.tile.holds_queries:
             take_queries(cta, following, q, kv0 == task.first_key, T.And(is_last, t + 1 < end))
         make_k(cta, task, s, kv0, kv_end)
-        if kv0 + 2 * block < kv_end:
-            look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
-        elif T.And(T.Not(is_last), t + 1 < end):
-            look_ahead(cta, following, k, pages)
+        look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
         if cta.tile.stages == 2:
             make_v(cta, task, s, kv0, kv_end)
             if cta.shared.are_made:
@@ -165,10 +164,8 @@ def attend(cta, task, following, q, k, v, t, end, s):
                 T.cuda.cta_sync()
             copy_rows(next_k)
             commit_copies()
-        if kv0 + 2 * block < kv_end:
-            note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block)
-        elif T.And(T.Not(is_last), t + 1 < end):
-            prepare(cta, following, q, k, v, t + 1, s + 2, pages)
+        if is_next_last:
+            look_ahead(cta, following, k, pages)
         if is_folded(cta.hooks):
             relate(cta, task, factor, kv0)
         else:
@@ -176,6 +173,9 @@ def attend(cta, task, following, q, k, v, t, end, s):
             mask(cta, task, kv0)
             softmax(cta, factor)
         pv(cta, weigher_of(cta, factor), s)
+        note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block, is_asked)
+        if is_next_last:
+            prepare(cta, following, q, k, v, t + 1, s + 2, pages)
         s = s + 1
         kv0 = kv0 + block
     if not cta.tile.holds_queries:

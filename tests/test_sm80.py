@@ -155,13 +155,26 @@ def test_rows_of_several_lines_are_not_padded() -> None:
     assert is_swizzled(256, "float8_e4m3fn") and not is_swizzled(128, "float8_e4m3fn")
 
 
-@pytest.mark.parametrize(("dim", "before"), [(64, True), (128, True), (256, False)])
-def test_copies_come_before_products_where_registers_are_short(dim: int, before: bool) -> None:
+@pytest.mark.parametrize(("dim", "is_first"), [(64, True), (128, True), (256, False)])
+def test_copies_begin_in_the_first_step_where_registers_are_short(dim: int, is_first: bool) -> None:
     spec, target = AttentionSpec(8, 2, dim, q_dtype="bfloat16"), parse_target("sm_90")
+    tile = cuda_tiles(spec, target)[1]
+    body = generate_kernel(spec, VARIANTS["full"](spec), tile, target).body
+    calls = re.findall(r"(mma_sync|cp_async_cg)\w*\(", body)
+    first, last = calls.index("mma_sync"), len(calls) - calls[::-1].index("mma_sync")
+    products = calls[first:last]
+    before = products[: len(products) - products[::-1].index("cp_async_cg")].count("mma_sync")
+    assert before > 0
+    assert (before < tile.row_tiles * tile.block // COLUMNS) == is_first
+
+
+def test_places_are_looked_up_and_noted_without_branches() -> None:
+    """Between multiplications there is then nothing that parts them."""
+    spec = AttentionSpec(8, 2, 128, q_dtype="bfloat16", page_size=16)
+    target = parse_target("sm_90")
     body = generate_kernel(spec, VARIANTS["full"](spec), cuda_tiles(spec, target)[1], target).body
-    calls = re.findall(r"(mma_sync|cp_async_cg|commit_group)\w*\(", body)
-    first, last = calls.index("mma_sync"), len(calls) - 1 - calls[::-1].index("mma_sync")
-    assert ("cp_async_cg" not in calls[first:last]) == before
+    loop = body[body.index("mma_sync") :]
+    assert "note_row(" in loop and not re.search(r"if \([^\n]*\{\n\s*note_row\(", loop)
 
 
 BARE = re.compile(r"exp2f\(\w+\[\d+\]\)")

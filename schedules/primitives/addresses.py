@@ -7,6 +7,7 @@ known lacks only the thread's chunk, and those of further chunks follow from it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -30,6 +31,26 @@ __device__ __forceinline__ void* chunk_of_row(unsigned long long row, unsigned l
 }
 """
 """The constant is added by the instruction that copies, as long as it is added last."""
+
+NOTE_ROW = r"""
+__device__ __forceinline__ void note_row(
+    unsigned place, unsigned long long row, int is_row, int is_noted) {
+  asm volatile(
+      "{ .reg .pred p, q; .reg .b64 a; setp.ne.b32 p, %2, 0; setp.ne.b32 q, %3, 0;"
+      " selp.b64 a, %1, %4, p; @q st.shared.b64 [%0], a; }"
+      :: "r"(place), "l"(row), "r"(is_row), "r"(is_noted), "n"(NO_ROW) : "memory");
+}
+""".replace("NO_ROW", str(NO_ROW))
+"""In one piece, of which the compiler makes no branches."""
+
+
+def note_row(places: Any, place: Expr, row: Expr, is_row: Expr, is_noted: Expr) -> Expr:
+    """Note the address of a row, or that there is none, if that is to be noted."""
+    pointer = T.cuda.cvta_generic_to_shared(places.ptr_to([place]))
+    flags = (tirx.Cast("int32", flag) for flag in (is_row, is_noted))
+    return T.cuda.func_call(
+        "note_row", pointer, row, *flags, source_code=NOTE_ROW, return_type="void"
+    )
 
 
 def no_row() -> Expr:

@@ -22,6 +22,14 @@ HALVES = 2
 """Groups of 8 rows: a lane holds one row of each."""
 ALL_LANES = 0xFFFFFFFF
 
+LOAD_WORD_IF = r"""
+__device__ __forceinline__ void load_word_if(int& word, const void* pointer, int holds) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.b32 %0, [%1]; }"
+      : "+r"(word) : "l"(pointer), "r"(holds));
+}
+"""
+
 PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -108,6 +116,14 @@ def store_pair(pointer: Expr, register: Expr) -> Expr:
 def load_word(register: Expr, pointer: Expr) -> Expr:
     """Load 4 bytes, aligned, from global memory."""
     return T.ptx["ld.global.b32"](register, pointer)
+
+
+def load_word_if(register: Expr, pointer: Expr, condition: Expr) -> Expr:
+    """Load 4 bytes, aligned, from global memory if a condition holds: without a branch."""
+    holds = tirx.Cast("int32", condition)
+    return T.cuda.func_call(
+        "load_word_if", register, pointer, holds, source_code=LOAD_WORD_IF, return_type="void"
+    )
 
 
 def load_run(registers: Any, first: Any, pointer: Expr) -> Expr:

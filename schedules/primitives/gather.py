@@ -10,11 +10,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.addresses import AddressedCopy, address_of, no_row
+from tvm_attn.schedules.primitives.addresses import AddressedCopy, address_of, note_row
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
     byte_as_float,
     load_shared,
+    load_word_if,
     pack,
     store_shared_pair,
 )
@@ -81,28 +82,35 @@ def locate_q(cta, task, q):
 
 @T.inline
 def look_up(cta, task, cache, pages, count, kv0, kv_end):
-    """Look up the pages of `count` tokens: nothing waits for them yet."""
+    """Look up the pages of `count` tokens, `NOWHERE` of those that there are not: nothing waits."""
     for i in T.unroll(-(-count // cta.tile.threads)):
         token = T.meta_var(i * cta.tile.threads + cta.thread)
-        pages[i] = NOWHERE
-        if T.And(token < count, kv0 + token < kv_end):
-            pages[i] = cache.locate(task.request, kv0 + token)[0]
+        is_there = T.meta_var(T.And(token < count, kv0 + token < kv_end))
+        entry = T.meta_var(cache.entry(task.request, kv0 + token)[0])
+        if cta.spec.is_paged:
+            pages[i] = NOWHERE
+            load_word_if(pages[i], cache.indices.ptr_to([entry]), is_there)
+        else:
+            pages[i] = T.Select(is_there, entry, NOWHERE)
 
 
 @T.inline
-def note(cta, task, cache, pages, count, k, v, t, s, kv0):
-    """Note where the tokens are whose pages were looked up: from stream position `s` on."""
+def note(cta, task, cache, pages, count, k, v, t, s, kv0, is_asked):
+    """Note where the tokens are whose pages were looked up: from stream position `s` on.
+
+    Without a branch, so that it can be done between multiplications: if it is not asked for,
+    nothing is noted.
+    """
     for i in T.unroll(-(-count // cta.tile.threads)):
         token = T.meta_var(i * cta.tile.threads + cta.thread)
-        if token < count:
-            block: T.let[T.int32] = token // cta.tile.block
-            first = T.meta_var(SharedTiles.place(cta, t, s + block))
-            place: T.let[T.int32] = first + token % cta.tile.block
-            slot = T.meta_var(cache.locate(task.request, kv0 + token)[1])
-            at = T.meta_var(cache.order(pages[i], slot, task.kv_head))
-            nowhere = T.meta_var(pages[i] == NOWHERE)
-            cta.shared.k_place[place] = T.Select(nowhere, no_row(), row_address(k, at))
-            cta.shared.v_place[place] = T.Select(nowhere, no_row(), row_address(v, at))
+        first = T.meta_var(SharedTiles.place(cta, t, s + token // cta.tile.block))
+        place: T.let[T.int32] = first + token % cta.tile.block
+        slot = T.meta_var(cache.entry(task.request, kv0 + token)[1])
+        at = T.meta_var(cache.order(pages[i], slot, task.kv_head))
+        is_row = T.meta_var(pages[i] != NOWHERE)
+        is_noted = T.meta_var(T.And(token < count, is_asked))
+        note_row(cta.shared.k_place, place, row_address(k, at), is_row, is_noted)
+        note_row(cta.shared.v_place, place, row_address(v, at), is_row, is_noted)
 
 
 def gather_k(cta: Cta, k: Any, t: Expr, s: Expr) -> AddressedCopy:

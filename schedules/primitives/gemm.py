@@ -18,7 +18,7 @@ from tvm_attn.schedules.primitives.fragments import (
     pack,
 )
 from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
-from tvm_attn.schedules.primitives.staging import copy_rows
+from tvm_attn.schedules.primitives.staging import copy_found, copy_rows, find_rows
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
@@ -77,18 +77,10 @@ def load_values(cta, corner, step, tiles):
 
 
 @T.inline
-def begin_copies(first, second):
-    """Begin one or two copies."""
-    copy_rows(first)
-    if second is not None:
-        copy_rows(second)
-
-
-@T.inline
 def qk(cta, s, first, second):
     """Multiply the warp's queries with the keys of a block; begin up to two copies meanwhile.
 
-    Before, if the warp has two tiles of rows: it has no registers for addresses meanwhile then.
+    In the first step, if the warp has two tiles of rows: it has no registers for addresses later.
     """
     r = T.meta_var(cta.registers)
     steps = T.meta_var(cta.spec.head_dim_qk // DEPTH)
@@ -96,8 +88,6 @@ def qk(cta, s, first, second):
     early = T.meta_var(min(1, steps - 1))
     late = T.meta_var(max(steps // 2, early))
     has_room = T.meta_var(cta.row_tiles == 1)
-    if not has_room:
-        begin_copies(first, second)
     for i in T.unroll(cta.row_tiles * cta.key_tiles * ACCUMULATORS):
         r.score[i] = f32(0.0)
     queries: T.uint32 = query_corner(cta)
@@ -105,6 +95,12 @@ def qk(cta, s, first, second):
     if not cta.tile.holds_queries:
         load_queries(cta, queries, 0)
     load_keys(cta, keys, 0, tiles)
+    if not has_room:
+        places = T.alloc_local((first.turns,), first.place_dtype)
+        others = T.alloc_local((first.turns,), first.place_dtype)
+        find_rows(first, places)
+        if second is not None:
+            find_rows(second, others)
     for d in T.unroll(steps):
         if has_room:
             if d == early:
@@ -114,6 +110,11 @@ def qk(cta, s, first, second):
                     copy_rows(second)
         for n in T.unroll(tiles):
             step = T.meta_var(d * tiles + n)
+            if not has_room:
+                if d == 0:
+                    copy_found(first, places, n, tiles)
+                    if second is not None:
+                        copy_found(second, others, n, tiles)
             if step + 1 < steps * tiles:
                 load_keys(cta, keys, step + 1, tiles)
             if not cta.tile.holds_queries:

@@ -36,8 +36,7 @@ class Registers:
 
     ``score, out`` are float32 accumulators; ``left, right, weight`` operands: queries and keys or
     values of one step and the next, or all queries, and the weights of one step;
-    ``reference, total, best, scale`` are float32, one for each of the lane's rows, and ``limit`` is
-    int32.
+    ``reference, total, best, scale`` are float32, one for each of the lane's rows.
     """
 
     score: Any
@@ -46,7 +45,6 @@ class Registers:
     right: Any
     weight: Any
     reference: Any
-    limit: Any
     total: Any
     best: Any
     scale: Any
@@ -66,6 +64,5 @@ class Registers:
             left=T.alloc_local((tile.query_steps(spec) * tile.row_tiles * LEFT,), "uint32"),
             right=T.alloc_local((2 * HALVES * RIGHT,), "uint32"),
             weight=T.alloc_local((tile.row_tiles * LEFT,), "uint32"),
-            limit=T.alloc_local((rows,), "int32"),
             **{name: T.alloc_local((rows,), "float32") for name in state},
         )

@@ -33,7 +33,6 @@ from tvm_attn.schedules.primitives.scores import (
     may_hide,
     move_references,
     rescale_row,
-    set_limits,
     slack,
     softmax,
     weigher,
@@ -42,7 +41,7 @@ from tvm_attn.schedules.primitives.task import at_hand
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
-AT_ONCE = 32
+AT_ONCE = 16
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
 CLOSE = 8.0
 """How far from the largest score a reference may be taken: weights are still normal in float16."""
@@ -159,7 +158,7 @@ def follow(cta, factor):
         before = T.alloc_local((cta.rows,), "float32")
         for i in T.unroll(cta.rows):
             before[i] = r.reference[i]
-        move_references(cta, lambda i, score: score + before[i], factor)
+        move_references(cta, lambda i, score: score + before[i])
         shift_scores(cta, before)
 
 
@@ -194,7 +193,6 @@ def relate(cta, task, factor, kv0):
     if is_far[0] != 0:
         logits(cta, task, kv0, T.bool(True))
         mask(cta, task, kv0)
-        set_limits(cta, factor)  # rather than keep them
         softmax(cta, factor)
         scale_scores(cta, factor)
     elif fold.biases is not None:

@@ -46,7 +46,6 @@ def init_state(cta):
     r = T.meta_var(cta.registers)
     for i in T.unroll(cta.rows):
         r.reference[i] = f32(cta.hooks.accumulation.lowest)
-        r.limit[i] = tirx.min_value("int32")
         r.total[i] = f32(0.0)
     for i in T.unroll(cta.row_tiles * cta.value_tiles * ACCUMULATORS):
         r.out[i] = f32(0.0)
@@ -214,32 +213,31 @@ def mask(cta, task, kv0):
         hide(cta, task, kv0)
 
 
-def outgrown(cta: Cta, i: Expr) -> Expr:
-    """Return an integer: 0 unless a score of row `i` has outgrown its reference, or may have.
+def excess(cta: Cta, i: Expr, factor: Expr) -> Expr:
+    """Return how far the lane's largest score of row `i`, or 0, is above its reference.
 
     Bits of floats are ordered as the floats are, but for negative ones: integers take three
-    operands at a time, and a row whose limit is negative is always looked at.
+    operands at a time, and nothing is found above 0 is all that is said of negative scores.
     """
     r = cta.registers
-    peak = r.limit[i]
+    peak: Expr = T.int32(0)
     for n in range(cta.key_tiles):
         for e in range(2):
             at = cta.score(i // HALVES, n, i % HALVES, e)
             peak = tirx.max(peak, tirx.reinterpret("int32", r.score[at]))
-    return tirx.bitwise_xor(peak, r.limit[i])
+    return tirx.reinterpret("float32", peak) * factor - r.reference[i]
+
+
+def outgrown(cta: Cta, factor: Expr) -> Expr:
+    """Whether a score of the warp has outgrown its reference, or may have."""
+    excesses = [excess(cta, i, factor) for i in range(cta.rows)]
+    return any_lane(reduce(tirx.max, excesses) > f32(slack(cta)))
 
 
 def slack(cta: Cta) -> float:
     """Return how far (as a power of 2) a score may pass its reference."""
     is_hooked = cta.hooks.variant.logits_transform is not None
     return min(SLACK[cta.dtype], HOOKED_SLACK) if is_hooked else SLACK[cta.dtype]
-
-
-def limit(cta: Cta, reference: Expr, factor: Expr) -> Expr:
-    """Bits of the product up to which a row's scores are close enough to its reference."""
-    product = (reference + f32(slack(cta))) / factor
-    bits = tirx.reinterpret("int32", product)
-    return tirx.Select(product >= f32(0.0), bits, tirx.min_value("int32"))
 
 
 @T.inline
@@ -254,10 +252,10 @@ def rescale_row(cta, i):
 
 
 @T.inline
-def move_references(cta, score_of, factor):
+def move_references(cta, score_of):
     """Move the references to the largest scores, ``score_of(i, x)`` of what is there for row `i`.
 
-    What was accumulated follows. Limits are of products that `factor` makes scores.
+    What was accumulated follows.
     """
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
     for i in T.unroll(cta.rows):
@@ -271,24 +269,15 @@ def move_references(cta, score_of, factor):
         r.best[i] = state.peak(r.reference[i], score_of(i, r.best[i]))
         r.scale[i] = state.rescale(r.reference[i], r.best[i])
         r.reference[i] = r.best[i]
-        r.limit[i] = limit(cta, r.reference[i], factor)
         rescale_row(cta, i)
-
-
-@T.inline
-def set_limits(cta, factor):
-    """Find the products up to which scores are close enough to the references."""
-    r = T.meta_var(cta.registers)
-    for i in T.unroll(cta.rows):
-        r.limit[i] = limit(cta, r.reference[i], factor)
 
 
 @T.inline
 def softmax(cta, factor):
     """Move the references that scores have outgrown."""
     if cta.hooks.variant.use_softmax:
-        if any_lane(reduce(tirx.bitwise_or, [outgrown(cta, i) for i in range(cta.rows)]) != 0):
-            move_references(cta, lambda i, score: score * factor, factor)
+        if outgrown(cta, factor):
+            move_references(cta, lambda i, score: score * factor)
 
 
 def weigher(cta: Cta, factor: Expr) -> Weigh:

@@ -247,20 +247,32 @@ class Copy:
 
 
 @T.inline
-def copy_rows(copy):
-    """Begin to copy rows: all addresses are known before the first copy begins."""
-    places = T.alloc_local((copy.turns,), copy.place_dtype)
+def find_rows(copy, places):
+    """Read where the rows are that this thread copies chunks of."""
     for i in T.unroll(copy.turns):
         if copy.is_mine(i):
             places[i] = copy.place(copy.row(i))
+
+
+@T.inline
+def copy_found(copy, places, share, shares):
+    """Begin to copy the rows that were found: those of a share of the turns."""
     for i in T.unroll(copy.turns):
-        if copy.is_mine(i):
+        if T.And(i % shares == share, copy.is_mine(i)):
             for part in T.unroll(copy.parts):
                 copy_chunk(
                     copy.tile.pointer(copy.stage, copy.row(i), copy.column(i, part)),
                     copy.chunk_at(places[i], i, part),
                     copy.is_there(places[i]),
                 )
+
+
+@T.inline
+def copy_rows(copy):
+    """Begin to copy rows: all addresses are known before the first copy begins."""
+    places = T.alloc_local((copy.turns,), copy.place_dtype)
+    find_rows(copy, places)
+    copy_found(copy, places, 0, 1)
 
 
 def commit_copies() -> Expr:

@@ -48,11 +48,16 @@ class CacheAccess:
 
     def locate(self, request: Expr, token: Expr) -> tuple[Expr, Expr]:
         """Page and slot of a token of a request."""
+        entry, slot = self.entry(request, token)
+        return self.indices[entry] if self.spec.is_paged else entry, slot
+
+    def entry(self, request: Expr, token: Expr) -> tuple[Expr, Expr]:
+        """Where a token's page is in the page table, and its slot there."""
         begin = self.begin(request)
         if not self.spec.is_paged:
             return begin + token, tirx.const(0, "int32")
         index, slot = self.split(token)
-        return self.indices[begin + index], slot
+        return begin + index, slot
 
     def split(self, token: Expr) -> tuple[Expr, Expr]:
         """Return which of the request's pages a token is in, and its slot there."""
