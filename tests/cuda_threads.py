@@ -78,7 +78,6 @@ class HostKernel:
     def __init__(self, source: str, name: str, threads: int, folder: Path):
         functions = source[source.index("#define ushort unsigned short") :]
         body = functions[functions.index("#endif") + len("#endif") :]
-        body = re.sub(r"asm volatile\(.*?\);", "", body, flags=re.DOTALL)  # only prefetches
         body = re.sub(r"extern __shared__ .* (\w+)\[\];", r"uchar* \1 = shared_memory;", body)
         [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
         self.parameters = [parameter.split()[-1] for parameter in signature.split(",")]

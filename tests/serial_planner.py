@@ -111,9 +111,6 @@ class SerialCta:
     def meet(self) -> None:
         """Nobody is late."""
 
-    def prefetch(self, rows: Any, row: Any) -> None:
-        """Nothing is gained by that."""
-
     def agree(self, totals: Any) -> None:
         """There is nobody to disagree."""
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,19 @@ def test_plans_are_those_of_the_host(kernel: HostKernel, name: str, order: Order
     for seed, fmt in enumerate(setting.batches(10, seed=int(order))):
         expected = setting.on_host(fmt)
         assert_same(expected, planned(kernel, setting, fmt, order, seed).to_host())
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_lengths_may_have_three_digits(kernel: HostKernel, order: Order) -> None:
+    """Costs are sorted digit by digit, those that are alike in their order."""
+    setting = Setting(PlanLimits(600, 600, 2**24), max_qo_len=1)
+    rng = np.random.default_rng(int(order))
+    for size in (40, 600):
+        kv_lens = 64 * rng.choice([0, 1, 255, 256, 300, 2**16 // size, 2**17 // size], size)
+        kv_lens[size // 2] = 64 * 2**16 + 64 * 300
+        fmt = setting.fmt([1] * size, kv_lens, rng)
+        expected = setting.on_host(fmt)
+        assert_same(expected, planned(kernel, setting, fmt, order, size).to_host())
 
 
 @pytest.mark.parametrize("changes", OF_THE_HOST, ids=str)

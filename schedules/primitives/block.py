@@ -25,12 +25,6 @@ COMMON = 2 * RESULTS + 1
 """Words that warps tell one another, twice: who is late reads the ones while others write the next.
 The last says whether a CTA is the last."""
 
-PREFETCH = """
-__device__ __forceinline__ void prefetch(int* row) {
-  int word;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(row + threadIdx.x % 16));
-}
-"""
 WAIT = """
 __device__ __forceinline__ void wait_until(int* word, int goal) {
   while (*(volatile int*)word - goal < 0) __nanosleep(100);
@@ -199,13 +193,6 @@ class Block:
     def meet(self) -> None:
         """Wait for all threads."""
         T.evaluate(T.cuda.cta_sync())
-
-    def prefetch(self, rows: Any, row: Expr) -> None:
-        """Begin to read a row of words, which are needed later."""
-        call = T.cuda.func_call(
-            "prefetch", rows.ptr_to([row, 0]), source_code=PREFETCH, return_type="void"
-        )
-        T.evaluate(call)
 
     @property
     def pairs_of_bins(self) -> Expr:

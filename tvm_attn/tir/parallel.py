@@ -7,7 +7,6 @@ A CTA is an object with
   that do the same; of groups of ``2**bits`` of those; and within a group;
 * ``is_inside(i, count)`` : whether it goes on with a number;
 * ``meet()`` : a barrier;
-* ``prefetch(rows, row)`` : begins to read words that are needed later;
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
 * ``leave(cta, counter)`` : the same, and counts the CTA;
 * ``wait_for_others(cta, counter, goal)`` : waits until so many have left;
