@@ -131,29 +131,20 @@ def relate(cta: Cta, group: Any, scored: Callable[[int, int], None], begin: int,
 
 
 @T.inline
-def raise_tops(cta):
-    """Turn the largest scores relative to the references into by how much these move.
-
-    None moves down, but that of a row that has seen no key.
-    """
-    r = T.meta_var(cta.registers)
-    for i in T.unroll(HALVES):
-        is_new: T.let[T.bool] = T.And(r.peak[i] == f32(HIDDEN), r.top[i] > f32(HIDDEN))
-        by: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
-        r.peak[i] = T.Select(is_new, r.reference[i], r.peak[i])
-        r.top[i] = T.Select(is_new, by, T.max(f32(0.0), by))
-    hold(r.top)
-
-
-@T.inline
 def carry_over(cta, group, begin, end):
-    """Carry a warp's rows over to references that move by what is in `top`.
+    """Carry rows whose largest scores, in `top`, have outgrown their references over to new ones.
 
     That is what was accumulated, weights of tiles up to `begin`, and scores from there to `end`.
     """
     r = T.meta_var(cta.registers)
     for i in T.unroll(HALVES):
-        shrinks: T.let[T.float32] = T.exp2(T.min(f32(0.0), f32(0.0) - r.top[i]))
+        is_empty: T.let[T.bool] = r.peak[i] == f32(HIDDEN)
+        moves: T.let[T.bool] = T.Or(
+            r.top[i] > f32(slack(cta)), T.And(is_empty, r.top[i] > f32(HIDDEN))
+        )
+        far: T.let[T.float32] = advance_by(cta, r.top[i], r.reference[i])
+        by: T.let[T.float32] = T.Select(moves, far, f32(0.0))
+        shrinks: T.let[T.float32] = T.Select(is_empty, f32(0.0), T.exp2(f32(0.0) - by))
         before = T.meta_var(T.Select(group.flags.moved, r.scale[i], f32(1.0)))
         r.scale[i] = before * shrinks
         r.total[i] = r.total[i] * shrinks
@@ -164,9 +155,9 @@ def carry_over(cta, group, begin, end):
         for n in T.unroll(end - begin):
             for e in T.unroll(2):
                 at = T.meta_var(cta.score(0, begin + n, i, e))
-                r.score[at] = r.score[at] - r.top[i]
-        r.reference[i] = r.reference[i] + r.top[i]
-        r.peak[i] = r.peak[i] + r.top[i]
+                r.score[at] = r.score[at] - by
+        r.reference[i] = r.reference[i] + by
+        r.peak[i] = T.Select(moves, r.reference[i], r.peak[i])
     note_empty_rows(cta, group)
     group.flags.set("moved", T.bool(True))
 
@@ -178,7 +169,6 @@ def move_references(cta, group, begin, end):
     Tiles before those are weights by now.
     """
     find_tops(cta, begin, end)
-    raise_tops(cta)
     carry_over(cta, group, begin, end)
 
 
@@ -195,7 +185,6 @@ def lift_references(cta, group, factor):
         find_tops(cta, 0, cta.key_tiles)
         for i in T.unroll(HALVES):
             r.top[i] = r.top[i] * factor - r.reference[i]
-        raise_tops(cta)
         carry_over(cta, group, 0, 0)
 
 
