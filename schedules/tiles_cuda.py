@@ -154,6 +154,11 @@ class CudaTile:
         """Whether an item's first block may begin with keys before its first."""
         return False
 
+    @property
+    def parts_at_once(self) -> int:
+        """Parts of a unit that are loaded at once where they are merged, if registers are left."""
+        return 1
+
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)

@@ -162,6 +162,11 @@ class HopperTile:
         return min(left // self.multipliers // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
 
     @property
+    def parts_at_once(self) -> int:
+        """Parts of a unit that are loaded at once where they are merged, if registers are left."""
+        return 2 if self.multipliers == 1 else 1
+
+    @property
     def slots_outputs(self) -> bool:
         """Whether outputs leave through slots."""
         return self.holds_queries or self.shares_slots

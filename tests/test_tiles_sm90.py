@@ -102,6 +102,7 @@ def test_one_warpgroup_has_requests_of_few_rows_and_stages_of_32_kb(
     wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1], page_size=page_size)
     [tile] = short_tiles_to_try(wanted)
     assert (tile.family, tile.rows, tile.threads, tile.block) == ("short", 64, 256, block)
+    assert tile.parts_at_once > 1 == tiles_to_try(wanted)[0].parts_at_once, "registers are left"
     assert tile.gathers == (page_size == 5)
     assert HOPPER.arch is not None
     assert tile.shared_bytes(wanted) <= HOPPER.arch.shared_memory_per_block

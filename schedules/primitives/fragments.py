@@ -105,7 +105,12 @@ def of_lane(value: Expr, lane: Expr) -> Expr:
 
 def over_row(value: Expr, lanes: int) -> Expr:
     """Return the value of the lane that is `lanes` (1 or 2) away among the four of a row."""
-    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, lanes, WARP)
+    return of_pair(value, lanes)
+
+
+def of_pair(value: Expr, distance: int) -> Expr:
+    """Return the value of the lane whose number differs in one bit: by so much."""
+    return T.cuda.__shfl_xor_sync(T.uint32(ALL_LANES), value, distance, WARP)
 
 
 def store_pair(pointer: Expr, register: Expr) -> Expr:

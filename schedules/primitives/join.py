@@ -87,7 +87,7 @@ def send_joined(cta, joined, shares, first, rows):
 def store_shared(cta, task, outputs, joined, turn):
     """Join a part of the columns with the cluster's other CTAs, and store the CTA's share."""
     shares, at_once = T.meta_var((Shares.of(cta), cta.tile.received_rows))
-    for n in T.serial(cta.tile.rows // at_once):
+    for n in T.unroll(cta.tile.rows // at_once):
         first = T.meta_var(n * at_once)
         rows: T.let[T.int32] = T.min(task.row_end - task.row0 - first, at_once)
         if rows > 0:

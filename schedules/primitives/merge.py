@@ -4,33 +4,75 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tvm_attn.schedules.primitives.fragments import load_run
+from tvm_attn.schedules.primitives.fragments import load_run, of_pair
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.merge import LSE, ROW_WORDS, WEIGHT, Parts, close_rows
+from tvm_attn.tir.merge import LSE, PEAK, ROW_WORDS, TOTAL, Parts, close_row, close_rows
 from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import Merge
 
 ROWS = 4
 """Rows that a warp merges side by side: what it waits for is mostly loads."""
+STEPS = 5
+"""In which what all lanes of a warp have is brought together."""
 RUN = 4
 """Neighbouring elements of a lane: 16 bytes."""
 
 
 @T.inline
+def fold_lanes(words, word, fold):
+    """Fold what all lanes have of a word of each row: every lane has the result."""
+    for i in T.unroll(ROWS):
+        for step in T.unroll(STEPS):
+            words[i, word] = fold(words[i, word], of_pair(words[i, word], 1 << step))
+
+
+@T.inline
+def close_rows_by_lanes(cta, parts):
+    """Find what the parts of some rows come to: lanes take turns with the parts.
+
+    Those of the last turn that have none look at the last part again.
+    """
+    state, words = T.meta_var((parts.hooks.accumulation, parts.words))
+    for i in T.unroll(ROWS):
+        words[i, PEAK] = f32(state.hidden)
+        words[i, TOTAL] = f32(0.0)
+    for turn in T.serial(T.ceildiv(parts.count, WARP)):
+        s = T.meta_var(T.min(turn * WARP + cta.lane.index, parts.count - 1))
+        for i in T.unroll(ROWS):
+            words[i, PEAK] = state.peak(words[i, PEAK], parts.lse(i, s))
+    fold_lanes(words, PEAK, state.peak)
+    for turn in T.serial(T.ceildiv(parts.count, WARP)):
+        s = T.meta_var(turn * WARP + cta.lane.index)
+        for i in T.unroll(ROWS):
+            weight = T.meta_var(parts.weight(i, T.min(s, parts.count - 1)))
+            words[i, TOTAL] = words[i, TOTAL] + T.Select(s < parts.count, weight, f32(0.0))
+    fold_lanes(words, TOTAL, lambda a, b: a + b)
+    for i in T.unroll(ROWS):
+        close_row(parts, i)
+
+
+@T.inline
 def merge_elements(cta, parts, d, end):
     """Merge a run of elements, from `d` on, of some rows; only those before place `end` are."""
+    at_once = T.meta_var(cta.tile.parts_at_once)
     o = T.alloc_local((ROWS * RUN,), "float32")
-    run = T.alloc_local((ROWS * RUN,), "float32")
+    run = T.alloc_local((at_once * ROWS * RUN,), "float32")
+    weights = T.alloc_local((at_once * ROWS,), "float32")
     for i in T.unroll(ROWS * RUN):
         o[i] = f32(0.0)
-    for s in T.serial(parts.count):
-        for i in T.unroll(ROWS):
-            parts.words[i, WEIGHT] = parts.weight(i, s)
-            load_run(run, i * RUN, parts.pointer(i, s, d))
-        for i in T.unroll(ROWS):
-            for e in T.unroll(RUN):
-                o[i * RUN + e] = o[i * RUN + e] + parts.words[i, WEIGHT] * run[i * RUN + e]
+    for s in T.serial(0, parts.count, step=at_once):
+        for n in T.unroll(at_once):
+            if T.Or(T.bool(n == 0), s + n < parts.count):
+                for i in T.unroll(ROWS):
+                    weights[n * ROWS + i] = parts.weight(i, s + n)
+                    load_run(run, (n * ROWS + i) * RUN, parts.pointer(i, s + n, d))
+        for n in T.unroll(at_once):
+            if T.Or(T.bool(n == 0), s + n < parts.count):
+                for i in T.unroll(ROWS):
+                    at = T.meta_var(n * ROWS + i)
+                    for e in T.unroll(RUN):
+                        o[i * RUN + e] = o[i * RUN + e] + weights[at] * run[at * RUN + e]
     for i in T.unroll(ROWS):
         if parts.place(i) < end:
             at = T.meta_var(parts.index(i))
@@ -51,11 +93,17 @@ def merge_unit(cta, given, m):
     row0: T.int32 = merge_items[m, Merge.ROW_BEGIN]
     end: T.int32 = merge_items[m, Merge.ROW_END] - row0
     words = T.alloc_local((ROWS, ROW_WORDS), "float32")
+    at_once = T.meta_var(cta.tile.parts_at_once)
     place0: T.int32 = cta.warp * ROWS
     while place0 < end:
-        place = T.meta_var(lambda i: T.min(place0 + i, end - 1))
-        parts = T.meta_var(Parts(cta.hooks, outputs, unit, row0, first, count, words, place))
-        close_rows(parts, ROWS)
+        held = T.meta_var(lambda i: T.min(place0 + i, end - 1))
+        place = T.meta_var(held if at_once == 1 else lambda i: place0 + i)  # of one address
+        row = T.meta_var(lambda i: row0 + held(i))
+        parts = T.meta_var(Parts(cta.hooks, outputs, unit, first, count, words, place, row))
+        if cta.tile.parts_at_once > 1:
+            close_rows_by_lanes(cta, parts)
+        else:
+            close_rows(parts, ROWS)
         d: T.int32 = cta.lane.index * RUN
         while d < cta.spec.dim_vo:
             merge_elements(cta, parts, d, end)

@@ -28,25 +28,26 @@ ROW_WORDS = 5
 class Parts:
     """The parts of a cut unit, in slots `first` on; words of several of its rows at a time.
 
-    ``words [n, ROW_WORDS]`` are float32. Row `i` of them is the one at ``place(i)`` of the tile.
+    ``words [n, ROW_WORDS]`` are float32. Row `i` of them is at ``place(i)`` of the tile, and the
+    unit's ``row(i)``, unless there is none at that place.
     """
 
     hooks: Hooks
     outputs: Outputs
     unit: Rows
-    row0: Expr
     first: Expr
     count: Expr
     words: Any
     place: Any
+    row: Any
 
     def query(self, i: Expr) -> Context:
         """Context of a row."""
-        return self.unit.query(self.row0 + self.place(i))
+        return self.unit.query(self.row(i))
 
     def index(self, i: Expr) -> tuple[Expr, Expr]:
         """Token and head of a row in out and lse."""
-        return self.unit.index(self.row0 + self.place(i))
+        return self.unit.index(self.row(i))
 
     def lse(self, i: Expr, s: Expr) -> Expr:
         """Log-sum-exp of part `s` of a row."""
@@ -72,9 +73,19 @@ class Parts:
 
 
 @T.inline
+def close_row(parts, i):
+    """Close a row whose parts' peak and total are known."""
+    state, words, hooks = T.meta_var((parts.hooks.accumulation, parts.words, parts.hooks))
+    words[i, LSE] = state.lse(state.reference(words[i, PEAK]), words[i, TOTAL])
+    share = T.meta_var(hooks.share(parts.query(i), words[i, LSE]))
+    words[i, SHARE] = share * state.inverse(words[i, TOTAL])
+    words[i, LSE] = hooks.seeded(parts.query(i), words[i, LSE])
+
+
+@T.inline
 def close_rows(parts, rows):
     """Find what the parts of `rows` rows come to, side by side."""
-    state, words, hooks = T.meta_var((parts.hooks.accumulation, parts.words, parts.hooks))
+    state, words = T.meta_var((parts.hooks.accumulation, parts.words))
     for i in T.unroll(rows):
         words[i, PEAK] = f32(state.hidden)
         words[i, TOTAL] = f32(0.0)
@@ -85,10 +96,7 @@ def close_rows(parts, rows):
         for i in T.unroll(rows):
             words[i, TOTAL] = words[i, TOTAL] + parts.weight(i, s)
     for i in T.unroll(rows):
-        words[i, LSE] = state.lse(state.reference(words[i, PEAK]), words[i, TOTAL])
-        share = T.meta_var(hooks.share(parts.query(i), words[i, LSE]))
-        words[i, SHARE] = share * state.inverse(words[i, TOTAL])
-        words[i, LSE] = hooks.seeded(parts.query(i), words[i, LSE])
+        close_row(parts, i)
 
 
 @T.inline
@@ -104,9 +112,9 @@ def merge_unit(hooks, given, group_size, dim_vo, m):
     count: T.let[T.int32] = merge_indptr[m + 1] - first
     o = T.sblock_alloc_buffer((dim_vo,), "float32")
     words = T.sblock_alloc_buffer((1, ROW_WORDS), "float32")
-    for row in T.serial(merge_items[m, Merge.ROW_END] - row0):
-        place = T.meta_var(lambda _: row)
-        parts = T.meta_var(Parts(hooks, outputs, unit, row0, first, count, words, place))
+    for place in T.serial(merge_items[m, Merge.ROW_END] - row0):
+        where = T.meta_var((lambda _: place, lambda _: row0 + place))
+        parts = T.meta_var(Parts(hooks, outputs, unit, first, count, words, *where))
         close_rows(parts, 1)
         for d in T.serial(dim_vo):
             o[d] = f32(0.0)
