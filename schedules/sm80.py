@@ -139,12 +139,12 @@ def attend(cta, task, following, q, k, v, t, end, s):
         next_k = T.meta_var(gather_k(cta, k, owner, s + 1))
         is_last = T.meta_var(kv0 + block >= kv_end)
         is_asked = T.meta_var(kv0 + 2 * block < kv_end)
-        is_next_last = T.meta_var(T.And(T.And(T.Not(is_asked), T.Not(is_last)), t + 1 < end))
         wait_for_copies()
         T.cuda.cta_sync()
         if cta.tile.holds_queries:
             take_queries(cta, following, q, kv0 == task.first_key, T.And(is_last, t + 1 < end))
         make_k(cta, task, s, kv0, kv_end)
+        is_next_last: T.bool = T.And(T.And(T.Not(is_asked), T.Not(is_last)), t + 1 < end)
         look_up(cta, task, cache, pages, block, kv0 + 2 * block, kv_end)
         if cta.tile.stages == 2:
             make_v(cta, task, s, kv0, kv_end)

@@ -41,7 +41,7 @@ from tvm_attn.schedules.primitives.task import at_hand
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
-AT_ONCE = 16
+AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
 CLOSE = 8.0
 """How far from the largest score a reference may be taken: weights are still normal in float16."""
