@@ -15,6 +15,8 @@ from tvm_attn.codegen.vector_math import vectorize_math
 from tvm_attn.errors import CompileError
 from tvm_attn.target import BuildTarget
 
+BRANCHING = {"tirx.disable_storage_rewrite": True}
+"""For functions with variables in branches, which that pass loses track of: LLVM does its work."""
 LINKERS = ("cc", "gcc", "clang", "ld")
 
 
@@ -34,7 +36,9 @@ class HostCode:
     source: str
 
 
-def compile_host(functions: Mapping[str, Any], target: BuildTarget) -> HostCode:
+def compile_host(
+    functions: Mapping[str, Any], target: BuildTarget, config: Mapping[str, Any] | None = None
+) -> HostCode:
     """Compile TIR functions for a CPU.
 
     Parameters
@@ -43,6 +47,8 @@ def compile_host(functions: Mapping[str, Any], target: BuildTarget) -> HostCode:
         Functions by symbol.
     target : BuildTarget
         An ``llvm`` target.
+    config : mapping, optional
+        Of TVM's passes.
 
     Raises
     ------
@@ -56,8 +62,9 @@ def compile_host(functions: Mapping[str, Any], target: BuildTarget) -> HostCode:
         {name: f.with_attr("global_symbol", name) for name, f in functions.items()}
     )
     try:
-        lowered = _compat.lower_host(vectorize_math(module), target.to_tvm())
-        code = _compat.generate_code(check_what_is_given(lowered), target.to_tvm())
+        with tvm.transform.PassContext(config=dict(config or {})):
+            lowered = _compat.lower_host(vectorize_math(module), target.to_tvm())
+            code = _compat.generate_code(check_what_is_given(lowered), target.to_tvm())
     except Exception as error:
         names = ", ".join(functions)
         raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error

@@ -2,21 +2,25 @@
 
 A run is like another if its tensors have the same shapes, strides and dtypes, all else that it was
 given is the same object, and rows begin where kernels can read them. What a graph reads lives as
-long as the graph: while one is captured, tensors that were made of scales are its own.
+long as the graph: while one is captured, tensors that were made of scales are its own. A plan in
+the memory of one before, of as many queries, has its runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.device import ROW_BYTES
+from tvm_attn.runtime.device import ROW_BYTES, NewTensor
 from tvm_attn.runtime.placement import is_capturing
 
-Signature = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]
-"""Shape, strides (None if contiguous), dtype and device of a tensor."""
+if TYPE_CHECKING:
+    from tvm_attn.runtime.plan import Plan
+
+Signature = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, int]
+"""Shape, strides (None if contiguous) and dtype of a tensor, and its GPU, -1 on the host."""
 Launches = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 """Kernels, and their arguments between the inputs and the outputs."""
 
@@ -24,7 +28,7 @@ Launches = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 def signature(tensor: torch.Tensor) -> Signature:
     """Return what the checks of a run look at."""
     strides = None if tensor.is_contiguous() else tensor.stride()
-    return tensor.shape, strides, tensor.dtype, tensor.device
+    return tensor.shape, strides, tensor.dtype, tensor.get_device()
 
 
 def is_alike(tensor: Any, accepted: Signature) -> bool:
@@ -35,7 +39,8 @@ def is_alike(tensor: Any, accepted: Signature) -> bool:
         and tensor.shape == shape
         and (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
         and tensor.dtype is dtype
-        and tensor.device == device
+        and tensor.get_device() == device
+        and (device >= 0 or tensor.is_cpu)
         and not tensor.data_ptr() % ROW_BYTES
     )
 
@@ -60,19 +65,29 @@ class AcceptedRun:
         The variant's parameters.
     launches : list
         What is launched.
+    rows : NewTensor
+        What is needed for results.
+    most : int
+        Pages of the caches, or tokens of ragged K and V.
 
     Attributes
     ----------
-    launches : list
+    launches, rows, most
         As given.
+    source : object, optional
+        The plan's launches, if plans to come may have them too.
+    unread : object, optional
+        Room for an LSE that nobody reads.
     out : Signature, optional
         Of results that the caller had room for.
-    lse : torch.Tensor, optional
-        Of the shape of an LSE.
+    lse : NewTensor, optional
+        What is needed for an LSE.
     """
 
     out: Signature | None = None
-    lse: torch.Tensor | None = None
+    lse: NewTensor | None = None
+    source: object = None
+    unread: Any = None
 
     def __init__(
         self,
@@ -81,13 +96,16 @@ class AcceptedRun:
         lse_base: str,
         params: Mapping[str, Any],
         launches: Launches,
+        rows: NewTensor,
+        most: int,
     ):
         self._q, self._k, self._v = map(signature, inputs)
+        self._device = inputs[0].device
         self._scales = scales
         self._is_filled = scales[2] is not None or scales[3] is not None
         self._lse_base = lse_base
         self._params = dict(params)
-        self.launches = launches
+        self.launches, self.rows, self.most = launches, rows, most
 
     def is_like(
         self,
@@ -106,17 +124,24 @@ class AcceptedRun:
             and scales[2] is mine[2]
             and scales[3] is mine[3]
             and lse_base is self._lse_base
-            and self._has(params)
+            and (self._has(params) if params else not self._params)
             and is_alike(q, self._q)
             and is_alike(k, self._k)
             and is_alike(v, self._v)
-            and not (self._is_filled and is_capturing(self._q[3]))
+            and not (self._is_filled and is_capturing(self._device))
+        )
+
+    def suits(self, plan: Plan, launches: object) -> bool:
+        """Whether it is a run of another plan, with the same launches, as well."""
+        return (
+            self.source is launches
+            and plan.nnz_qo == self.rows.shape[0]
+            and plan.max_page < self.most
+            and (plan.max_page >= 0 or plan.num_kv_tokens <= self.most)
         )
 
     def _has(self, params: Mapping[str, Any]) -> bool:
         """Whether parameters are the same objects."""
-        if not params:
-            return not self._params
         return params.keys() == self._params.keys() and all(
             params[name] is value for name, value in self._params.items()
         )

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tvm_attn.runtime.device import current_stream
 from tvm_attn.worklist import HEADER_WORDS
 
 ALIGNMENT = 16
@@ -90,8 +89,10 @@ class Block:
         Those of each of the layout's lists, and the same packed.
     header : np.ndarray
         What the planner reports; `packed_header` is the same.
-    used : set
+    used : frozenset
         Lists that the planner wrote.
+    orders : dict
+        What the planner is told of the block, by whoever tells it.
     device_memory : object, optional
         Memory of a device that goes with it.
     """
@@ -116,12 +117,13 @@ class Block:
         }
         self.header: Ints = np.zeros(HEADER_WORDS, np.int32)
         self.packed_header = pack_host(self.header)
-        self.used: set[Any] = set()
+        self.used: frozenset[Any] = frozenset()
+        self.orders: dict[Any, tuple[Any, ...]] = {}
         self.device_memory: Any = None
         self._scratch, self._scratch_words = self.packed_header, 0
         self._sent: Any = None
         self._target: torch.Tensor | None = None
-        self._copied: tuple[torch.Tensor, torch.Tensor] = (self.memory, self.memory)
+        self._copied: tuple[torch.Tensor, torch.Tensor, int] = (self.memory, self.memory, -1)
         self._holders = sys.getrefcount(self._words)
 
     def scratch(self, words: int) -> Any:
@@ -138,18 +140,22 @@ class Block:
         """Whether no copy is under way."""
         return self._sent is None or bool(self._sent.query())
 
-    def send(self, target: torch.Tensor, words: int) -> None:
-        """Copy the first words to a device, and a few after them, on its current stream."""
-        size = min(-(-words // GRAIN) * GRAIN, self.layout.size)
-        if target is not self._target or len(self._copied[0]) != size:
-            self._target, self._copied = target, (target[:size], self.memory[:size])
-        there, here = self._copied
+    def send(self, target: torch.Tensor, words: int, stream: Any = None) -> None:
+        """Copy the first words to a device, and a few after them, on its current stream.
+
+        `stream` is that one, of a GPU.
+        """
+        there, here, size = self._copied
+        if target is not self._target or not size - GRAIN < words <= size:
+            size = min(-(-words // GRAIN) * GRAIN, self.layout.size)
+            there, here = target[:size], self.memory[:size]
+            self._target, self._copied = target, (there, here, size)
         there.copy_(here, non_blocking=True)
-        if target.is_cuda:
+        if stream is not None:
             if self._sent is None:
                 event: Any = torch.cuda.Event
                 self._sent = event()
-            self._sent.record(current_stream(target.device))
+            self._sent.record(stream)
 
     def give_back(self) -> None:
         """Leave it to plans to come."""
@@ -202,7 +208,7 @@ class Pool:
         return None
 
 
-def pack_host(array: Ints | torch.Tensor) -> Any:
+def pack_host(array: npt.NDArray[Any] | torch.Tensor) -> Any:
     """Return an array as compiled functions take it fastest."""
     import tvm_ffi
 

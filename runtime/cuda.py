@@ -16,7 +16,14 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
-from tvm_attn.runtime.device import CPU, current_index, current_stream, on_device, stream_handle
+from tvm_attn.runtime.device import (
+    CPU,
+    current_index,
+    current_stream,
+    on_device,
+    raw_stream,
+    stream_handle,
+)
 from tvm_attn.runtime.device_memory import IdleStates, KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
@@ -25,7 +32,7 @@ from tvm_attn.runtime.library import Library, load_cuda_runtime
 from tvm_attn.runtime.machine import Guard
 from tvm_attn.runtime.params import NO_LENGTHS, plan_values
 from tvm_attn.runtime.placement import Placement, is_capturing
-from tvm_attn.runtime.plan import KV_INDICES, Family, Plan
+from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.staging import Copies
 from tvm_attn.runtime.workspace import family_counts
 from tvm_attn.spec import AttentionSpec, Param
@@ -81,7 +88,7 @@ class CudaMachine:
         """Return the device wanted, else the current GPU, else the CPU where there is none."""
         if wanted is not None:
             return wanted
-        return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
+        return gpu(torch.cuda.current_device()) if has_gpu() else CPU
 
     def num_ctas(self, device: torch.device) -> Sequence[int]:
         """Return how many CTAs of each family are resident at once."""
@@ -127,22 +134,26 @@ class CudaMachine:
         block = plan.block
         assert block is not None, "a plan on the host is in memory of the host"
         stream = current_stream(device) if device.type == "cuda" else None
-        pages = len(plan.batch[KV_INDICES])
         if memory is not None:
             memory.check_params(plan.params)
-            memory.fill(block, plan.work, pages)
+            memory.fill(block, plan.families, plan.num_pages, stream)
+            launches = memory.launches
             held = (memory.ones, stream, memory.states, memory)
-            return Placement(device, memory.launches, plan.params, *held)
+            run = None if plan.params else memory.run_of(plan, launches)
+            return Placement(device, launches, plan.params, *held, run)
         kept = block.device_memory
         if kept is None:
             idle = self._idle.setdefault((device, stream), IdleStates())
             kept = KeptMemory(self._spec, device, block.layout, idle)
             block.device_memory = kept
-        launches = kept.launches(plan.work, workspace)
-        kept.fill(block, plan.work, pages)
-        params, owned = self._params_there(plan, device)
-        owned = (*states_of(launches), *owned)
-        return Placement(device, launches, params, kept.ones, stream, owned, kept)
+        launches = kept.launches_of(plan, workspace)
+        kept.fill(block, plan.families, plan.num_pages, stream)
+        params, owned = plan.params, states_of(launches)
+        if params:
+            params, arrays = self._params_there(plan, device)
+            owned = (*owned, *arrays)
+        run = None if params else kept.run_of(plan, launches)
+        return Placement(device, launches, params, kept.ones, stream, owned, kept, run)
 
     @staticmethod
     def _params_there(
@@ -194,12 +205,17 @@ class CudaMachine:
     def ready(self, plan: Plan) -> Guard:
         """Load the kernels, and have the plan's arrays on the current stream of its device."""
         placement = plan.placement
+        index, handle = placement.used
+        if handle >= 0 and raw_stream(index) == handle and current_index() == index:
+            return None
         device = placement.device
         if device not in self._ready:
             self._prepare(device)
-        used = placement.stream
-        if used is None or used.cuda_stream != stream_handle(device):
+        stream = placement.stream
+        if stream is None or stream.cuda_stream != stream_handle(device):
             placement.follow(current_stream(device))
+        if placement.stream is not None:
+            placement.used = device.index, placement.stream.cuda_stream
         return None if current_index() == device.index else on_device(device)
 
     def describe(self) -> str:
@@ -223,6 +239,12 @@ class CudaMachine:
 def has_gpu() -> bool:
     """Whether this process can use a GPU."""
     return torch.cuda.is_available()
+
+
+@functools.cache
+def gpu(index: int) -> torch.device:
+    """Return a GPU."""
+    return torch.device("cuda", index)
 
 
 @functools.cache

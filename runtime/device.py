@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,9 +78,12 @@ def current_index() -> int:
 
 def stream_handle(device: torch.device) -> int:
     """Return the address of a GPU's current stream, for a tenth of what the stream itself costs."""
-    cuda: Any = torch._C
-    handle: int = cuda._cuda_getCurrentRawStream(device.index)
+    handle: int = raw_stream(device.index)
     return handle
+
+
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Returns that of a GPU by its index: what most runs ask for, without a call around it."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -105,6 +109,41 @@ def access_unit(*tensors: torch.Tensor) -> int:
     unit = ROW_BYTES // tensors[0].element_size()
     is_whole = all(x.shape[-1] % unit == 0 and has_aligned_rows(x) for x in tensors)
     return unit if is_whole else 1
+
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+"""What torch's compiler makes tensors with, where there is that: without torch's dispatcher."""
+
+
+class NewTensor(NamedTuple):
+    """A compact tensor to be made: of its shape, strides and dtype, or else like another one."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    like: torch.Tensor | None
+
+
+def new_rows(
+    count: int, row: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> NewTensor:
+    """Return what is needed for so many rows of a shape."""
+    shape = (count, *row)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    like = None
+    if _empty_strided_cuda is None or device.type != "cuda":
+        like = torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
+    return NewTensor(shape, strides, dtype, like)
+
+
+def new_tensor(wanted: NewTensor) -> torch.Tensor:
+    """Make a tensor; on a GPU, which is the current one, in two thirds of `torch.empty`'s time."""
+    shape, strides, dtype, like = wanted
+    if like is not None:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    made: torch.Tensor = _empty_strided_cuda(shape, strides, dtype)
+    return made
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -6,23 +6,26 @@ The memory of a plan without limits goes from it to the next, and its launches w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tvm_attn.runtime.buffers import KEPT, Block, Layout
 from tvm_attn.runtime.placement import Launch, pack
-from tvm_attn.runtime.plan import BATCH, Family, WorkList, in_order, need_not_wait
+from tvm_attn.runtime.plan import BATCH, Dealt, Family, Plan, in_order, need_not_wait
 from tvm_attn.runtime.shelf import rounded
 from tvm_attn.runtime.staging import Room
 from tvm_attn.runtime.workspace import LAST, partial_states, partial_words
 from tvm_attn.spec import AttentionSpec
+from tvm_attn.worklist import Header
 
 if TYPE_CHECKING:
+    from tvm_attn.runtime.accepted import AcceptedRun
     from tvm_attn.runtime.fixed import FixedMemory
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Room for partial outputs and LSEs."""
+NUM_SLOTS = int(Header.NUM_SLOTS)
 MOST_KEPT = 1 << 21
 """Float32 words of a family's partial states that go from a plan to the next."""
 
@@ -43,13 +46,20 @@ class DeviceMemory:
     ----------
     room : Room
         Where the arrays are.
+    ids : int
+        The word at which page ids begin.
     ones : torch.Tensor
         float32 ``[num_kv_heads]``.
+    accepted : AcceptedRun, optional
+        A run of launches that plans to come may have.
     """
+
+    accepted: AcceptedRun | None = None
 
     def __init__(self, spec: AttentionSpec, device: torch.device, layout: Layout):
         self.device = device
         self.room = Room(device, layout)
+        self.ids = layout.begins[LAST]
         self.ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device)
         self._batch = tuple(map(self.room.of, BATCH))
         self._heads = spec.num_qo_heads
@@ -79,6 +89,20 @@ class DeviceMemory:
             self._packed_unread, self._unread_rows = pack(self._unread), rows
         return self._packed_unread
 
+    def keep_run(self, accepted: AcceptedRun, launches: Sequence[Launch]) -> None:
+        """Keep a run for the plans to come that have the same launches."""
+        if self.stays(launches):
+            accepted.source, self.accepted = launches, accepted
+
+    def stays(self, launches: Sequence[Launch]) -> bool:
+        """Whether plans to come may have these launches."""
+        return False
+
+    def run_of(self, plan: Plan, launches: Sequence[Launch]) -> AcceptedRun | None:
+        """Return a run that was checked, if it is one of a plan with these launches."""
+        accepted = self.accepted
+        return accepted if accepted is not None and accepted.suits(plan, launches) else None
+
     def launch(self, family: Family, num_ctas: int, follows: bool, states: States) -> Launch:
         """Return the launch of a family with so many CTAs, after another or as the first."""
         names = self.room.layout.lists[family]
@@ -88,14 +112,12 @@ class DeviceMemory:
         told = family.arguments(follows)
         return Launch(family.name, (*lists, *self._batch), (*states, arrivals, *told))
 
-    def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
-        """Copy a plan here from its block, on the current stream, waiting for nothing.
+    def fill(self, block: Block, families: frozenset[Family], pages: int, stream: Any) -> None:
+        """Copy a plan, whose work is of some families, here from its block.
 
-        What is behind a work list's last cut unit is made such that kernels read it as none.
+        On the current stream, which is `stream` on a GPU; nothing waits.
         """
-        for work in works:
-            pad(block, work)
-        block.send(self.room.block, self.room.layout.begins[LAST] + pages)
+        block.send(self.room.block, self.ids + pages, stream)
 
 
 class IdleStates:
@@ -114,11 +136,26 @@ class IdleStates:
                 return states
         return None
 
+    def claim(self, name: str, states: States) -> bool:
+        """Take these of a family, if they are idle."""
+        idle = self._idle.get(name)
+        return idle is not None and idle.pop(id(states), None) is not None
+
     def give(self, family: Family, states: States) -> None:
         """Take back what a dead plan had, unless there is enough."""
         idle = self._idle.setdefault(family.name, {})
         if len(idle) < KEPT:
             idle[id(states)] = states
+
+
+class Alike(NamedTuple):
+    """What a plan with a work list for so many CTAs of one family had, and others like it have."""
+
+    single: tuple[Family, int]
+    slots: int
+    states: States
+    held: dict[Family, States]
+    launches: list[Launch]
 
 
 class KeptMemory(DeviceMemory):
@@ -139,8 +176,34 @@ class KeptMemory(DeviceMemory):
         self._states: dict[Family, States] = {}
         self._before: dict[Family, States] = {}
         self._launches: dict[tuple[Family, int, bool], Launch] = {}
+        self._alike: Alike | None = None
 
-    def launches(self, works: Sequence[WorkList], workspace: torch.Tensor | None) -> list[Launch]:
+    def stays(self, launches: Sequence[Launch]) -> bool:
+        """Whether these are those of a plan that others are like."""
+        return self._alike is not None and self._alike.launches is launches
+
+    def launches_of(self, plan: Plan, workspace: torch.Tensor | None) -> list[Launch]:
+        """Return a plan's launches: those of the plan before, if that was alike."""
+        single, alike = plan.single, self._alike
+        if single is None or workspace is not None or not plan.families:
+            return self.launches(plan.dealt, workspace)
+        slots = plan.header[NUM_SLOTS]
+        if (
+            alike is not None
+            and alike.single == single
+            and slots <= alike.slots
+            and self._idle.claim(single[0].name, alike.states)
+        ):
+            self._states = alike.held
+            return alike.launches
+        launches = self.launches(plan.dealt, None)
+        states = self._states.get(single[0])
+        if states is not None:
+            size = states[0].shape[0]
+            self._alike = Alike(single, size, states, self._states, launches)
+        return launches
+
+    def launches(self, works: Sequence[Dealt], workspace: torch.Tensor | None) -> list[Launch]:
         """Return a launch of each work list, in the order of launches.
 
         Partial states are in the workspace, if there is one.
@@ -186,15 +249,9 @@ class KeptMemory(DeviceMemory):
         return found
 
 
-def pad(block: Block, work: WorkList) -> None:
-    """Make no units of what is behind the last cut one, and no items of CTAs behind the last."""
-    _, cta_indptr, merge_items, merge_indptr = block.lists[work.family][0]
-    merges = len(work.merge_items)
-    merge_items[merges:] = 0
-    merge_indptr[merges + 1 :] = work.num_slots
-    cta_indptr[work.num_ctas + 1 :] = len(work.items)
-
-
 def states_of(launches: Sequence[Launch]) -> tuple[torch.Tensor, ...]:
     """Return the partial states that launches write."""
+    if len(launches) == 1:
+        states: tuple[torch.Tensor, ...] = launches[0].partials[:2]
+        return states
     return tuple(states for launch in launches for states in launch.partials[:2])

@@ -193,18 +193,18 @@ class DevicePlan(Plan):
         sizes = dict(zip(BATCH, (size + 1, size + 1, pages, size, size, size), strict=True))
         batch = [held.of(name)[:count] for name, count in sizes.items()]
         words[Header.MAX_PAGE] = int(batch[2].max(initial=-1))
-        plan = Plan(self.owner, words, batch)
-        plan.params, plan.placement = self.params, self.placement
+        plan = Plan(self.owner, words, size)
+        plan.batch, plan.params, plan.placement = batch, self.params, self.placement
         plan.work = [work for family in self._memory.counts if (work := held.work(family))]
         return plan
 
     @property
-    def batch(self) -> list[Ints]:  # type: ignore[override]
+    def batch(self) -> list[Ints]:
         """The batch, copied to the host."""
         return self.to_host().batch
 
     @property
-    def work(self) -> list[WorkList]:  # type: ignore[override]
+    def work(self) -> list[WorkList]:
         """The work lists, copied to the host."""
         return self.to_host().work
 

@@ -16,6 +16,8 @@ from tvm_attn.runtime.device import (
     check_writable,
     elsewhere,
     has_contiguous_rows,
+    new_rows,
+    new_tensor,
 )
 from tvm_attn.runtime.params import run_values
 from tvm_attn.runtime.placement import Placement, is_capturing
@@ -64,7 +66,6 @@ class Executor:
         self._q_dtype, self._kv_dtype, self._o_dtype = (
             getattr(torch, str(d)) for d in (spec.q_dtype, spec.kv_dtype, spec.o_dtype)
         )
-        self._is_like_q = (spec.dim_vo, self._o_dtype) == (spec.head_dim_qk, self._q_dtype)
         self._sm_scale = 1.0 / math.sqrt(spec.head_dim_qk)
         self._cache_shapes = tuple(self._cache_shape(d) for d in (spec.head_dim_qk, spec.dim_vo))
         self._is_ragged = not spec.is_paged
@@ -84,16 +85,18 @@ class Executor:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention; see `AttentionModule.run`."""
         placement = plan.placement
-        k, v = self._pair(kv)
+        k, v = kv if type(kv) is tuple and len(kv) == 2 else self._pair(kv)
         accepted = placement.accepted
         if accepted is None or not accepted.is_like(q, k, v, scales, lse_base, params):
             accepted = self._accept(plan, (q, k, v), lse_base, scales, params)
         if out is None:
-            out = self._output(q)
+            out = new_tensor(accepted.rows)
         elif accepted.out is None or not is_alike(out, accepted.out):
             self._check_out(plan, out)
             accepted.out = signature(out)
-        written = self._lse(plan, accepted, lse, return_lse)
+        written = accepted.unread
+        if written is None or return_lse or lse is not None:
+            written = self._lse(plan, accepted, lse, return_lse)
         if self._is_ragged or not (k.shape[0] and v.shape[0]):
             k, v = self._as_pages(k), self._as_pages(v)
         for kernel, arguments in accepted.launches:
@@ -122,9 +125,14 @@ class Executor:
         values = self._values(plan, params) if params or self._params else []
         factors = (*self._factors(placement, *scales), LSE_SCALES[lse_base])
         launches = self._launches(plan, factors, values)
-        accepted = AcceptedRun(inputs, scales, lse_base, params, launches)
+        rows = new_rows(q.shape[0], (spec.num_qo_heads, spec.dim_vo), self._o_dtype, q.device)
+        axis = int(self._is_ragged and spec.kv_layout == "HND")
+        most = min(k.shape[axis], v.shape[axis])
+        accepted = AcceptedRun(inputs, scales, lse_base, params, launches, rows, most)
         if is_plain(scales, params) and not is_capturing(placement.device):
             placement.accepted = accepted
+            if placement.there is not None and not placement.params:
+                placement.there.keep_run(accepted, placement.launches)
         return accepted
 
     def _launches(self, plan: Plan, factors: tuple[Any, ...], values: list[Any]) -> Launches:
@@ -158,14 +166,6 @@ class Executor:
 
         return launch
 
-    def _output(self, q: torch.Tensor) -> torch.Tensor:
-        """Return room for the outputs of queries."""
-        if self._is_like_q and q.is_contiguous():
-            return torch.empty_like(q)
-        spec = self._spec
-        shape = (q.shape[0], spec.num_qo_heads, spec.dim_vo)
-        return torch.empty(shape, dtype=self._o_dtype, device=q.device)
-
     def _values(self, plan: Plan, params: Mapping[str, Any]) -> list[Any]:
         sizes = {**self._heads, "batch": plan.batch_size}
         placement = plan.placement
@@ -184,14 +184,15 @@ class Executor:
     ) -> Any:
         """Return where to write the LSE: what was given, new memory, or what nobody reads."""
         if lse is None and not return_lse:
-            return plan.placement.unread_lse(plan.nnz_qo, self._spec.num_qo_heads)
+            accepted.unread = plan.placement.unread_lse(plan.nnz_qo, self._spec.num_qo_heads)
+            return accepted.unread
         if not self._use_softmax:
             raise VariantError("without softmax there is no LSE; run without return_lse and lse")
         shape, device = (plan.nnz_qo, self._spec.num_qo_heads), plan.placement.device
         if lse is None:
             if accepted.lse is None:
-                accepted.lse = torch.empty((1, 1), dtype=torch.float32, device=device).expand(shape)
-            return torch.empty_like(accepted.lse, memory_format=torch.contiguous_format)
+                accepted.lse = new_rows(shape[0], shape[1:], torch.float32, device)
+            return new_tensor(accepted.lse)
         check_tensor("lse", lse, shape, torch.float32, device)
         check_writable("lse", lse)
         if lse.stride(1) != 1:  # one head: any stride would do, but kernels expect 1
@@ -202,8 +203,6 @@ class Executor:
         self, kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, which may come in one tensor."""
-        if type(kv) is tuple and len(kv) == 2:
-            return kv
         if isinstance(kv, torch.Tensor):
             if self._is_ragged or kv.ndim != 5 or kv.shape[1] != 2:
                 raise ShapeError(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime.buffers import Block, Layout, Pool
 from tvm_attn.runtime.device_memory import DeviceMemory, States, states_of
 from tvm_attn.runtime.placement import Launch
-from tvm_attn.runtime.plan import Family, WorkList, in_order, need_not_wait
-from tvm_attn.runtime.shelf import Extent, Units
+from tvm_attn.runtime.plan import Family, in_order, need_not_wait
+from tvm_attn.runtime.shelf import Most, Units
 from tvm_attn.runtime.workspace import (
     LISTS,
     Counts,
@@ -145,26 +146,44 @@ class FixedMemory(DeviceMemory):
         """Whether a device has planned here."""
         return self.device_planner is not None
 
+    def stays(self, launches: Sequence[Launch]) -> bool:
+        """Whether these are its own."""
+        return launches is self.launches
+
     def unread_lse(self, rows: int) -> Any:
         """Return room for the LSE of any batch within the limits, packed."""
         return super().unread_lse(max(rows, self.terms.limits.max_qo_tokens))
 
-    def fill(self, block: Block, works: Sequence[WorkList], pages: int) -> None:
+    def fill(self, block: Block, families: frozenset[Family], pages: int, stream: Any) -> None:
         """Copy a plan here from its block; families that it has no work for get none."""
-        if len(block.used) > len(works):
-            for family in block.used.difference(work.family for work in works):
+        if block.used is not families:
+            for family in block.used - families:
                 for array in block.lists[family][0]:
                     array[:] = 0
-            block.used = {work.family for work in works}
-        super().fill(block, works, pages)
+            block.used = families
+        block.send(self.room.block, self.ids + pages, stream)
 
-    def take(self, extent: Extent) -> Block:
+    def take(self, extent: tuple[int, int, tuple[int, ...]]) -> Block:
         """Return memory of the host for a batch within the limits."""
         return self._pool.take()
 
     def fitting(self, block: Block, units: Units) -> Block:
         """Return the block: it has room for the work of any batch within the limits."""
         return block
+
+    def is_for_short(self, block: Block) -> bool:
+        """Whether short requests are dealt at once: where there may be any, blocks have room."""
+        return bool(self.counts)
+
+    def most(self, page_size: int | None) -> Most:
+        """Return the limits."""
+        limits = self.terms.limits
+        pages = limits.max_kv_tokens // (page_size or 1)
+        return Most(limits.max_batch, limits.max_qo_tokens, pages)
+
+    def check(self, bsr: BSR) -> None:
+        """Raise `LimitError` if a batch is larger than the limits."""
+        self.terms.limits.check(bsr)
 
     def check_params(self, params: dict[str, list[Any]]) -> None:
         """Raise `PlanError` if a kernel that was captured would not see a plan's parameters."""

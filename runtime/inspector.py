@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
-from tvm_attn.runtime.buffers import Block, Ints, pack_host
+from tvm_attn.runtime.buffers import Block, pack_host
 from tvm_attn.runtime.partition import overlaps, queues_beside
-from tvm_attn.runtime.plan import BATCH, Family, Plan, WorkList, wide
-from tvm_attn.runtime.sharing import UNCUT, Sharing, Work
-from tvm_attn.runtime.shelf import Extent, Shelf, Store, Units
-from tvm_attn.spec import AttentionSpec
-from tvm_attn.worklist import (
-    ALONE,
-    MERGE_TOKENS,
-    Header,
-    Status,
-)
+from tvm_attn.runtime.plan import BATCH, Dealt, Family, Plan, batch_in, wide
+from tvm_attn.runtime.shelf import Shelf, Store, Units
+from tvm_attn.runtime.short import Orders, RowBytes, ShortRequests
+from tvm_attn.worklist import Header, Status
 
 Params = dict[str, list[Any]]
+NO_PARAMS: tuple[Params, list[Any]] = ({}, [])
 MAX_ROWS = 2**31 - 1
-KV_LEN = 3
-"""Place of the lengths in a plan's arrays of a batch."""
+FAMILY, NUM_ITEMS = int(Header.FAMILY), int(Header.NUM_ITEMS)
 
 
-class RowBytes(NamedTuple):
-    """Bytes of a token's K and V of a head, and of a row of a partial state."""
-
-    token: int
-    row: int
-
-    @staticmethod
-    def of(spec: AttentionSpec) -> RowBytes:
-        """Return those of a kernel."""
-        size = getattr(torch, str(spec.kv_dtype)).itemsize
-        return RowBytes((spec.head_dim_qk + spec.dim_vo) * size, spec.dim_vo * 4)
+class OddArrays(RuntimeError):
+    """The compiled planner does not take arrays as they are: no vectors, or of no one length."""
 
 
 class Inspector:
@@ -47,7 +32,7 @@ class Inspector:
 
     Parameters
     ----------
-    plan_batch, plan_work, share_out : callable
+    plan_short, plan_batch, plan_work : callable
         The compiled planner.
     families : sequence of Family
         Query tiles, shortest first; a request belongs to the first that holds all of its rows, else
@@ -60,14 +45,15 @@ class Inspector:
 
     def __init__(
         self,
+        plan_short: Callable[..., Any],
         plan_batch: Callable[..., Any],
         plan_work: Callable[..., Any],
-        share_out: Callable[..., Any],
         families: Sequence[Family],
         group_size: int,
         num_kv_heads: int,
         row_bytes: RowBytes,
     ):
+        self._plan_short = plan_short
         self._plan_batch = plan_batch
         self._plan_work = plan_work
         self._all_families = families
@@ -75,11 +61,13 @@ class Inspector:
         self._families = [families[i] for i in self._places]
         substitutes = (i for i, family in enumerate(families) if family.stands_in)
         self._sharers = [*substitutes, self._places[0]]
-        self._sharing = Sharing(share_out, [families[i] for i in self._sharers], num_kv_heads)
+        self._rows = (self._families[-2].rows, self._families[-1].rows)
+        sharers = [families[i] for i in self._sharers]
+        self._short = ShortRequests(sharers, group_size, num_kv_heads, *self._rows, row_bytes)
+        self._alone = [frozenset([family]) for family in sharers]
         self._bounds = (0, *(family.rows for family in self._families[:-1]), MAX_ROWS)
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
-        self._bytes = row_bytes
         self._shelf = Shelf(families, num_kv_heads)
         self._none = pack_host(torch.empty(0, dtype=torch.int32))
 
@@ -87,16 +75,18 @@ class Inspector:
         self,
         owner: object,
         bsr: BSR,
-        bind: Callable[[Plan], Params],
+        bind: Callable[[Plan], Params] | None,
         fixed_split: int,
         num_ctas: Sequence[int],
         store: Store | None = None,
+        longest: int = 0,
     ) -> Plan:
         """Check a batch and plan its work.
 
-        `bind` returns the plan-time parameters once the batch is known to be valid; `num_ctas` are
-        the CTAs of the machine for each family. The plan is written to memory of `store`, or to
-        memory of the host's.
+        `bind` returns the plan-time parameters once the batch is known to be valid, None if there
+        are none; `num_ctas` are the CTAs of the machine for each family. The plan is written to
+        memory of `store`, or to memory of the host's. `longest` is the most queries of a request,
+        0 if there is no such limit.
 
         Raises
         ------
@@ -104,76 +94,125 @@ class Inspector:
             If the arrays do not describe a valid batch; nothing is kept of it.
         """
         store = store or self._shelf
-        pages = 0 if bsr.kv_indices is None else bsr.kv_indices.shape[0]
-        extent = Extent(bsr.batch_size, pages, tuple(num_ctas))
-        block = store.take(extent)
+        batch_size = bsr.qo_indptr.numel() - 1
+        pages = 0 if bsr.kv_indices is None else bsr.kv_indices.numel()
+        block = store.take((batch_size, pages, tuple(num_ctas)))
+        params, values = NO_PARAMS
+        if bind is not None:
+            params = self._bind(owner, bsr, bind, block, store)
+            values = [value for given in params.values() for value in given]
+        words = self._attempt(bsr, values, block, num_ctas, store, fixed_split)
+        place = words[FAMILY]
+        if place < 0:
+            fitting = store.fitting(block, self._units(words, fixed_split))
+            if fitting is not block:
+                block = fitting
+                words = self._attempt(bsr, values, block, num_ctas, store, fixed_split)
+                place = words[FAMILY]
+        if place >= 0 and block.used is not self._alone[place]:
+            block.used = block.used | self._alone[place]
+        plan = Plan(owner, words, batch_size, block)
+        plan.params = params
+        if longest and plan.max_qo_len > longest:
+            raise PlanError(f"max_qo_len={longest}, but a request has {plan.max_qo_len} queries")
+        if place < 0:
+            self._deal_all(plan, words, values, fixed_split, num_ctas)
+        elif words[NUM_ITEMS]:
+            plan.families = self._alone[place]
+            plan.single = (self._short.families[place], num_ctas[self._sharers[place]])
+        return plan
+
+    def _bind(
+        self, owner: object, bsr: BSR, bind: Callable[[Plan], Params], block: Block, store: Store
+    ) -> Params:
+        """Return a batch's plan-time parameters."""
+        store.check(bsr)
         words = self._derive(bsr, block)
         if words[Header.STATUS] != Status.OK:
             block.give_back()
             raise_status(words, bsr)
+        plan = Plan(owner, words, bsr.batch_size)
+        plan.batch = batch_in(block, bsr.batch_size, plan.num_pages)
+        try:
+            return bind(plan)
+        except BaseException:
+            block.give_back()
+            raise
+
+    def _attempt(
+        self,
+        bsr: BSR,
+        values: Sequence[Any],
+        block: Block,
+        num_ctas: Sequence[int],
+        store: Store,
+        fixed_split: int,
+    ) -> list[int]:
+        """Check a batch, write it to a block, and deal it if all of it is short.
+
+        Returns
+        -------
+        list of int
+            The planner's header.
+        """
+        key = (fixed_split > 0, store.has_device_plans)
+        rest = block.orders.get(key)
+        if rest is None:
+            queues = tuple(num_ctas[i] for i in self._sharers)
+            orders = Orders(not fixed_split and store.is_for_short(block), store.has_device_plans)
+            given = (block, queues, store.most(bsr.page_size), bsr.page_size or 1, orders)
+            rest = block.orders[key] = self._short.arguments(*given)
+        try:
+            self._plan_short(*self._arrays(bsr), *values, *rest)
+        except Exception as error:
+            block.give_back()
+            raise OddArrays(str(error)) from error
+        words: list[int] = block.header.tolist()
+        if words[0]:
+            block.give_back()
+            store.check(bsr)
+            raise_status(words, bsr)
+        return words
+
+    def _arrays(self, bsr: BSR) -> tuple[Any, ...]:
+        """Return a batch's arrays, empty ones for those it has not."""
+        none = self._none
+        return (
+            bsr.qo_indptr,
+            bsr.kv_indptr,
+            none if bsr.kv_indices is None else bsr.kv_indices,
+            none if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
+            none if bsr.q_pos_offset is None else bsr.q_pos_offset,
+            none if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
+        )
+
+    def _deal_all(
+        self,
+        plan: Plan,
+        words: list[int],
+        values: Sequence[Any],
+        fixed_split: int,
+        num_ctas: Sequence[int],
+    ) -> None:
+        """Deal the work of each family: of a batch that has longer requests, or a fixed split."""
+        block = plan.block
+        assert block is not None
         units = self._units(words, fixed_split)
-        fitting = store.fitting(block, units)
-        if fitting is not block:
-            block = fitting
-            self._derive(bsr, block)
-        plan = Plan(owner, words, _batch_of(block, bsr), block)
-        plan.params = bind(plan)
-        values = [value for given in plan.params.values() for value in given]
-        for index, usual in enumerate(self._places):
+        for index, place in enumerate(self._places):
             count, pieces = units[index], units[len(self._families) + index]
             if not count:
                 continue
-            place, split = usual, fixed_split
-            if index == 0 and not fixed_split:
-                place, split = self._choose(plan, count, num_ctas, store)
             family = self._all_families[place]
-            given = (plan, family, index, values, split, block)
-            work = self._deal(*given, (count, self._num_kv_heads, num_ctas[place], pieces))
-            if not work.items.size:
+            given = (plan, family, index, values, fixed_split)
+            dealt = self._deal(*given, (count, self._num_kv_heads, num_ctas[place], pieces))
+            if not dealt.num_items:
                 continue
-            plan.work.append(work)
-            if overlaps(family, plan.work[0].family):
-                few = queues_beside(work, plan.work[0])
-                if few < work.num_ctas:
-                    plan.work[-1] = self._deal(*given, (count, self._num_kv_heads, few, pieces))
-        return plan
-
-    def _choose(
-        self, plan: Plan, units: int, num_ctas: Sequence[int], store: Store
-    ) -> tuple[int, int]:
-        """Return the place of the first family, or of one that takes its batch, and its split."""
-        usual, units = self._places[0], units * self._num_kv_heads
-        rows = plan.max_qo_len * self._group_size
-        first = next((i for i in self._sharers if num_ctas[i]), usual)
-        if first == usual or rows > self._families[0].rows:
-            return usual, 0
-        if store.has_device_plans:
-            return self._choose_simply(plan, first)
-        if units > max(num_ctas[i] for i in self._sharers) or not plan.max_kv_len:
-            return (usual if num_ctas[usual] else first), 0
-        queues = tuple([num_ctas[i] for i in self._sharers])
-        work = Work(self._bytes.token, rows * self._bytes.row)
-        chosen, split = self._sharing.choose(plan.batch[KV_LEN], queues, work)
-        return self._sharers[chosen], split
-
-    def _choose_simply(self, plan: Plan, only: int) -> tuple[int, int]:
-        """Return the only family there is, and its split, as a device's planner does.
-
-        With few units of like length none is cut, and clusters take one each. With few of which
-        some are much longer, clusters have fewer parts to merge.
-        """
-        family = self._all_families[only]
-        is_whole = family.cluster > 1 and self._pays_whole(plan, family)
-        return only, UNCUT if is_whole else 0
-
-    def _pays_whole(self, plan: Plan, family: Family) -> bool:
-        """Whether clusters that do not cut units are faster than cutting them.
-
-        A cluster has a fraction of the memory's speed; so the longest request must not be much more
-        than that fraction of all, unless merging the parts of its units would take longer still.
-        """
-        tokens = plan.num_kv_tokens * self._num_kv_heads
-        return plan.max_kv_len * ALONE // family.cluster <= tokens + MERGE_TOKENS
+            plan.dealt.append(dealt)
+            plan.families = plan.families | {family}
+            if overlaps(family, plan.dealt[0].family):
+                few = queues_beside(*(each.work_in(block) for each in (dealt, plan.dealt[0])))
+                if few < dealt.num_ctas:
+                    plan.dealt[-1] = self._deal(*given, (count, self._num_kv_heads, few, pieces))
 
     def _units(self, words: list[int], fixed_split: int) -> Units:
         """Bound the units of each family, and their pieces: what is sure to have none has 0."""
@@ -193,21 +232,13 @@ class Inspector:
 
     def _derive(self, bsr: BSR, block: Block) -> list[int]:
         """Check a batch, and write it to a block; return the planner's header."""
-        of, none = block.packed, self._none
-        self._plan_batch(
-            bsr.qo_indptr,
-            bsr.kv_indptr,
-            none if bsr.kv_indices is None else bsr.kv_indices,
-            none if bsr.kv_last_page_len is None else bsr.kv_last_page_len,
-            none if bsr.q_pos_offset is None else bsr.q_pos_offset,
-            none if bsr.kv_pos_offset is None else bsr.kv_pos_offset,
-            bsr.page_size or 1,
-            self._group_size,
-            self._families[-2].rows,
-            self._families[-1].rows,
-            *map(of.__getitem__, BATCH),
-            block.packed_header,
-        )
+        of = map(block.packed.__getitem__, BATCH)
+        terms = (bsr.page_size or 1, self._group_size, *self._rows)
+        try:
+            self._plan_batch(*self._arrays(bsr), *terms, *of, block.packed_header)
+        except Exception as error:
+            block.give_back()
+            raise OddArrays(str(error)) from error
         words: list[int] = block.header.tolist()
         return words
 
@@ -216,14 +247,14 @@ class Inspector:
         plan: Plan,
         family: Family,
         index: int,
-        values: list[Any],
+        values: Sequence[Any],
         fixed_split: int,
-        block: Block,
         counts: tuple[int, int, int, int],
-    ) -> WorkList:
+    ) -> Dealt:
         units, num_kv_heads, num_ctas, pieces = counts
-        arrays, packed = block.lists[family]
-        block.used.add(family)
+        block = plan.block
+        assert block is not None
+        block.used = block.used | {family}
         of = block.packed
         self._plan_work(
             of["qo_indptr"], of["kv_len"], of["q_pos_offset"], of["kv_pos_offset"],
@@ -231,39 +262,13 @@ class Inspector:
             plan.batch_size, num_kv_heads, family.cached_tokens, num_ctas, self._group_size,
             self._bounds[index] + 1, self._bounds[index + 1],
             family.rows, family.block, family.overhead, fixed_split, sizes.max_slots(*counts),
-            block.scratch(sizes.scratch_words(units, num_ctas, pieces)), *packed,
+            block.scratch(sizes.scratch_words(units, num_ctas, pieces)), *block.lists[family][1],
             block.packed_header,
         )  # fmt: skip
         words = block.header.tolist()
         if words[Header.STATUS] != Status.OK:
             raise RuntimeError(f"the planner overran its buffers: {Status(words[Header.STATUS])}")
-        items, cta_indptr, merge_items, merge_indptr = arrays
-        merges = words[Header.NUM_MERGES]
-        return WorkList(
-            family,
-            items[: words[Header.NUM_ITEMS]],
-            cta_indptr[: num_ctas + 1],
-            merge_items[:merges],
-            merge_indptr[: merges + 1],
-            words[Header.NUM_SLOTS],
-            words[Header.MAX_LOAD],
-            wide(words, Header.TOTAL_LOAD_LO),
-        )
-
-
-def _batch_of(block: Block, bsr: BSR) -> list[Ints]:
-    """Return the arrays of a batch that was written to a block."""
-    size, of = bsr.batch_size, block.arrays
-    kv_indptr = of["kv_indptr"][: size + 1]
-    pages = 0 if bsr.kv_indices is None else int(kv_indptr[size])
-    return [
-        of["qo_indptr"][: size + 1],
-        kv_indptr,
-        of["kv_indices"][:pages],
-        of["kv_len"][:size],
-        of["q_pos_offset"][:size],
-        of["kv_pos_offset"][:size],
-    ]
+        return Dealt.of(family, num_ctas, words)
 
 
 def raise_status(words: list[int], bsr: BSR) -> NoReturn:

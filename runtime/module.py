@@ -17,13 +17,14 @@ from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.disassembly import cubin_of, disassemble
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.host import missing_flags
-from tvm_attn.runtime.inspector import Inspector, RowBytes
+from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.later import Later
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.machine import CpuMachine, Machine
 from tvm_attn.runtime.params import param_from_json
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.planner import Planner, expect, positive
+from tvm_attn.runtime.short import RowBytes
 from tvm_attn.runtime.workspace import PlanLimits, workspace_size
 from tvm_attn.spec import AttentionSpec, is_count
 
@@ -81,7 +82,7 @@ class AttentionModule:
             self._machine = CpuMachine(spec, self.families, num_ctas)
         host = libraries["planner"]
         inspector = Inspector(
-            *(host["plan_batch"], host["plan_work"], host["share_out"]),
+            *(host["plan_short"], host["plan_batch"], host["plan_work"]),
             self.families,
             spec.group_size,
             spec.num_kv_heads,

@@ -68,6 +68,8 @@ class Placement:
         The last run that was checked.
     moved : bool
         Whether it is used on another stream than it was made for.
+    used : tuple of int
+        The GPU and the address of the stream of the last run; negative before the first.
     """
 
     device: torch.device
@@ -79,6 +81,7 @@ class Placement:
     there: DeviceMemory | None = None
     accepted: AcceptedRun | None = None
     moved: bool = False
+    used: tuple[int, int] = (-1, -1)
     _unread: torch.Tensor | None = None
 
     @cached_property

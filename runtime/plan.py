@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -115,6 +116,45 @@ class WorkItem(NamedTuple):
     slot: int
 
 
+class Dealt(NamedTuple):
+    """What the planner says of a work list that it wrote to a block."""
+
+    family: Family
+    num_ctas: int
+    num_items: int
+    num_slots: int
+    num_merges: int
+    max_load: int
+    total_load: int
+
+    @staticmethod
+    def of(family: Family, num_ctas: int, header: list[int]) -> Dealt:
+        """Return what a header says."""
+        return Dealt(
+            family,
+            num_ctas,
+            header[Header.NUM_ITEMS],
+            header[Header.NUM_SLOTS],
+            header[Header.NUM_MERGES],
+            header[Header.MAX_LOAD],
+            wide(header, Header.TOTAL_LOAD_LO),
+        )
+
+    def work_in(self, block: Block) -> WorkList:
+        """Return the work list."""
+        items, cta_indptr, merge_items, merge_indptr = block.lists[self.family][0]
+        return WorkList(
+            self.family,
+            items[: self.num_items],
+            cta_indptr[: self.num_ctas + 1],
+            merge_items[: self.num_merges],
+            merge_indptr[: self.num_merges + 1],
+            self.num_slots,
+            self.max_load,
+            self.total_load,
+        )
+
+
 @dataclass
 class WorkList:
     """The work of one family: arrays of `worklist` and their sums.
@@ -190,6 +230,12 @@ class Plan:
         One work list for each family of query tiles that has requests.
     params : dict of str to list
         The plan-time parameters as they were given, by parameter: numbers, and arrays on the host.
+    header : list of int
+        What the planner says of the batch, and of its work list if that was dealt at once.
+    single : tuple of Family and int, optional
+        Whose work list that is, and for how many CTAs.
+    families : frozenset of Family
+        Those that have work.
     block : Block, optional
         The memory that `batch` and `work` are in.
     placement : Placement
@@ -197,25 +243,42 @@ class Plan:
     """
 
     placement: Placement
+    single: tuple[Family, int] | None = None
 
     def __init__(
         self,
         owner: object,
         header: list[int],
-        batch: list[Ints],
+        batch_size: int,
         block: Block | None = None,
     ):
         self.owner = owner
         self.block = block
-        self.batch = batch
-        self.work: list[WorkList] = []
+        self.header = header
+        self.families = NO_FAMILIES
         self.params: dict[str, list[Any]] = {}
-        self.batch_size = len(batch[KV_LEN])
-        self.nnz_qo = header[Header.NNZ_QO]
-        self.num_kv_tokens = wide(header, Header.NUM_TOKENS_LO)
-        self.max_qo_len = header[Header.MAX_QO_LEN]
-        self.max_kv_len = header[Header.MAX_KV_LEN]
-        self.max_page = header[Header.MAX_PAGE]
+        self.batch_size = batch_size
+        self.nnz_qo, self.max_page, self.max_qo_len, self.max_kv_len = header[LENGTHS]
+        low, high, self.num_pages = header[TOTALS]
+        self.num_kv_tokens = (high << 32) | (low & 0xFFFFFFFF)
+
+    @cached_property
+    def batch(self) -> list[Ints]:
+        """The arrays of the batch: cut out of the block when they are looked at."""
+        assert self.block is not None
+        return batch_in(self.block, self.batch_size, self.num_pages)
+
+    @cached_property
+    def dealt(self) -> list[Dealt]:
+        """What the planner says of each work list, in the order of families."""
+        return [Dealt.of(*self.single, self.header)] if self.families and self.single else []
+
+    @cached_property
+    def work(self) -> list[WorkList]:
+        """The work lists, cut out of the block when they are looked at."""
+        if self.block is None:
+            return []
+        return [dealt.work_in(self.block) for dealt in self.dealt]
 
     @property
     def device(self) -> torch.device:
@@ -250,7 +313,8 @@ class Plan:
 
     def __del__(self) -> None:
         """Leave the memory to plans to come."""
-        block, placement = map(self.__dict__.get, ("block", "placement"))
+        held = self.__dict__
+        block, placement = held.get("block"), held.get("placement")
         if block is None:
             return
         if placement is not None and placement.moved:
@@ -301,10 +365,21 @@ class Plan:
         return gantt_svg(self.work)
 
 
+NO_FAMILIES: frozenset[Family] = frozenset()
+LENGTHS = slice(Header.NNZ_QO, Header.MAX_KV_LEN + 1)
+"""Words of a header: query tokens, the largest page, the longest query and key sequence."""
+TOTALS = slice(Header.NUM_TOKENS_LO, Header.NUM_PAGES + 1)
+"""And the KV tokens in two words, and pages."""
 BATCH = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "q_pos_offset", "kv_pos_offset")
 """Arrays of a batch, in the order in which kernels take them."""
-KV_INDICES, KV_LEN = 2, 3
-"""Places of kv_indices and kv_len in `Plan.batch`."""
+KV_LEN = 3
+"""Place of kv_len in `Plan.batch`."""
+
+
+def batch_in(block: Block, size: int, pages: int) -> list[Ints]:
+    """Return the arrays of a batch of so many requests and page ids that was written to a block."""
+    sizes = zip(BATCH, (size + 1, size + 1, pages, size, size, size), strict=True)
+    return [block.arrays[name][:count] for name, count in sizes]
 
 
 def wide(header: list[int], low: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from tvm_attn.errors import DTypeError, LimitError, PlanError
 from tvm_attn.runtime.device import CPU, stream_handle
 from tvm_attn.runtime.fixed import FixedMemory, Terms
 from tvm_attn.runtime.formats import batch_format, check_on_host, one_gpu, plain_format, to_host
-from tvm_attn.runtime.inspector import Inspector
+from tvm_attn.runtime.inspector import Inspector, OddArrays
 from tvm_attn.runtime.machine import Machine
 from tvm_attn.runtime.params import UNBOUNDED, plan_values
 from tvm_attn.runtime.plan import Family, Plan
-from tvm_attn.runtime.shelf import Shelf, Store
+from tvm_attn.runtime.shelf import Shelf
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec, Param, integer
 
 Arguments = dict[str, Any]
+Binder = Callable[[Plan], dict[str, list[Any]]]
+"""Finds the plan-time parameters of a batch."""
 
 
 class Planner:
@@ -53,6 +55,7 @@ class Planner:
     ):
         self._spec = spec
         self._params = params
+        self._takes_params = any(param.at == "plan" for param in params)
         self._inspector = inspector
         self._families = families
         self._machine = machine
@@ -75,19 +78,22 @@ class Planner:
 
         `arrays` are its index arrays and `params` the variant's parameters, by name.
         """
+        if not params and workspace is None and fixed_split_size is None:
+            memory = None if out is None else out.placement.fixed
+            if _is_usual(memory, limits, max_qo_len):
+                made = self._plan_plain(owner, arrays, memory, out)
+                if made is not None:
+                    return made
         device, wanted = CPU, None
-        bsr = plain_format(self._spec, arrays)
-        if self._on_gpu and (bsr is None or params):
+        if self._on_gpu:
             wanted = one_gpu(arrays) if limits is not None or _is_fixed(out) else None
             if wanted is not None:
                 options = (limits, out, workspace, fixed_split_size, max_qo_len)
                 return self._plan_there(owner, arrays, params, wanted, *options)
             arrays, params, wanted = _from_gpu(arrays, params)
-        if self._on_gpu:
             device = self._machine.plan_device(wanted or _gpu_of(workspace, out))
-        if bsr is None:
-            bsr = batch_format(self._spec, arrays)
-            check_on_host(bsr)
+        bsr = batch_format(self._spec, arrays)
+        check_on_host(bsr)
         self._machine.check_capture(device)
         terms = terms_of(limits, fixed_split_size, max_qo_len)
         split = positive("fixed_split_size", fixed_split_size)
@@ -95,13 +101,48 @@ class Planner:
         if terms is not None:
             terms.limits.check(bsr)
         memory = self._memory(terms, split, device, out, workspace)
+        bind = self._binder(bsr, params)
+        return self._make(owner, bsr, bind, split, longest, device, memory, workspace, out)
+
+    def _plan_plain(
+        self, owner: object, arrays: Arguments, memory: FixedMemory | None, out: Plan | None
+    ) -> Plan | None:
+        """Plan a batch of int32 vectors on the host in little time; None if it is none."""
+        bsr = plain_format(self._spec, arrays)
+        if bsr is None:
+            return None
+        device = CPU
         if memory is not None:
-            if terms is None:
-                memory.terms.limits.check(bsr)
-            longest = min(filter(None, (longest, memory.terms.max_qo_len)), default=0)
-        store = self._shelf(device) if memory is None else memory
+            device = memory.device
+        elif self._on_gpu:
+            device = self._machine.plan_device(None if out is None else _gpu_of(out))
+        self._machine.check_capture(device)
+        bind = self._binder(bsr, {}) if self._takes_params else None
+        try:
+            return self._make(owner, bsr, bind, 0, 0, device, memory, None, out)
+        except OddArrays:
+            return None
+
+    def _make(
+        self,
+        owner: object,
+        bsr: BSR,
+        bind: Binder | None,
+        split: int,
+        longest: int,
+        device: torch.device,
+        memory: FixedMemory | None,
+        workspace: torch.Tensor | None,
+        out: Plan | None,
+    ) -> Plan:
+        """Plan a batch on the host for a device."""
+        if memory is None:
+            store: Shelf | FixedMemory = self._shelf(device)
+        else:
+            store, most = memory, memory.terms.max_qo_len
+            longest = min(longest, most) if longest and most else longest or most
         queues = self._queues(device, memory)
-        plan = self._inspect(owner, bsr, params, split, longest, queues, store)
+        plan = self._inspector.plan(owner, bsr, bind, split, queues, store, longest)
         plan.placement = self._machine.place(plan, device, workspace, memory)
         if out is None:
             return plan
@@ -141,30 +182,17 @@ class Planner:
         out.replace_by(made)
         return out
 
-    def _inspect(
-        self,
-        owner: object,
-        bsr: BSR,
-        params: Arguments,
-        split: int,
-        longest: int,
-        num_ctas: tuple[int, ...],
-        store: Store,
-    ) -> Plan:
+    def _binder(self, bsr: BSR, params: Arguments) -> Binder | None:
+        """Return what finds the plan-time parameters of a batch, None if there are none."""
         given = {**bsr.index_params, **params} if bsr.index_params else params
+        if not given and not self._takes_params:
+            return None
 
         def bind(plan: Plan) -> dict[str, list[Any]]:
-            values = {}
-            if given or self._params:
-                sizes = {**self._heads, "batch": plan.batch_size}
-                values = plan_values(self._params, given, plan.lengths, sizes)
-            if longest and plan.max_qo_len > longest:
-                raise PlanError(
-                    f"max_qo_len={longest}, but a request has {plan.max_qo_len} queries"
-                )
-            return values
+            sizes = {**self._heads, "batch": plan.batch_size}
+            return plan_values(self._params, given, plan.lengths, sizes)
 
-        return self._inspector.plan(owner, bsr, bind, split, num_ctas, store)
+        return bind
 
     def _shelf(self, device: torch.device) -> Shelf:
         """Return where memory for plans without limits comes from: a stream has its own.
@@ -244,6 +272,24 @@ def _from_gpu(
     """Return arguments on the host, and the GPU that any of them were on."""
     moved, device = to_host({**arrays, **params})
     return {n: moved[n] for n in arrays}, {n: moved[n] for n in params}, device
+
+
+def _is_usual(
+    memory: FixedMemory | None, limits: PlanLimits | None, max_qo_len: int | None
+) -> bool:
+    """Whether nothing is asked of a plan but what its memory, if it has some, was made for."""
+    if memory is None:
+        return limits is None and max_qo_len is None
+    terms = memory.terms
+    if terms.split:
+        return False
+    if limits is None:
+        return max_qo_len is None
+    return limits is terms.limits and (
+        max_qo_len == terms.max_qo_len
+        if type(max_qo_len) is int
+        else max_qo_len is None and not terms.max_qo_len
+    )
 
 
 def _is_fixed(out: Plan | None) -> bool:

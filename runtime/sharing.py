@@ -8,18 +8,15 @@ takes (`tvm_attn.tir.planner_shares`), by the tables made here; the figures are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tvm_attn.runtime.buffers import Ints
 from tvm_attn.runtime.plan import Family
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-UNCUT = 2**29
-"""A split that no request is longer than."""
 PARTS = np.array((2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), np.int32)
 """In how many pieces the longest unit may be cut."""
 MEMORY, MERGING = 4.3e6, 19e3
@@ -103,43 +100,3 @@ def tables(families: Sequence[Family], queues: Sequence[int], work: Work) -> tup
     most = max(family.sharers * max(count, 1) for family, count in pairs)
     costs = np.array([costs_of(family, count, work) for family, count in pairs], np.float32)
     return costs, np.stack([rates_of(family, most, work) for family in families])
-
-
-class Sharing:
-    """Chooses how few units are shared out.
-
-    Parameters
-    ----------
-    share_out : callable
-        The compiled planner of it.
-    families : sequence of Family
-        Those that may take a batch.
-    num_kv_heads : int
-        Of the kernel.
-    """
-
-    def __init__(
-        self, share_out: Callable[..., Any], families: Sequence[Family], num_kv_heads: int
-    ):
-        self._share_out = share_out
-        self.families = tuple(families)
-        self._num_kv_heads = num_kv_heads
-        self._tables: dict[Any, tuple[Floats, Floats]] = {}
-
-    def choose(self, kv_len: Ints, queues: tuple[int, ...], work: Work) -> tuple[int, int]:
-        """Return which family takes the least time, and with which split.
-
-        `queues` are how many each family has; a request has KV tokens.
-        """
-        key = (queues, work)
-        if key not in self._tables:
-            self._tables[key] = tables(self.families, queues, work)
-        costs, rates = self._tables[key]
-        scratch = np.empty(len(kv_len) + max(queues), np.int32)
-        choice = np.empty(2, np.int32)
-        self._share_out(
-            *(kv_len, len(kv_len), self._num_kv_heads, self.families[0].block),
-            *(PARTS, costs, rates, scratch, choice),
-        )
-        family, split = choice.tolist()
-        return family, split

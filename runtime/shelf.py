@@ -7,13 +7,17 @@ there is room for its work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from tvm_attn.bsr import BSR
 from tvm_attn.runtime.buffers import Block, Layout, Pool
 from tvm_attn.runtime.plan import Family
 from tvm_attn.runtime.workspace import LISTS, batch_shapes, bounds_of, work_sizes
 
+UNLIMITED = 2**31 - 1
+"""More requests, tokens or pages than any batch has."""
 STEP = 32
 """What small sizes are multiples of; large ones are of an eighth to a quarter of themselves."""
 REMEMBERED = 32
@@ -40,6 +44,14 @@ class Extent(NamedTuple):
         return Extent(rounded(self.requests), pages, self.num_ctas)
 
 
+class Most(NamedTuple):
+    """The largest batch there may be: its requests, query tokens and pages."""
+
+    requests: int = UNLIMITED
+    qo_tokens: int = UNLIMITED
+    pages: int = UNLIMITED
+
+
 Size = tuple[Extent, Units]
 """What memory has room for."""
 
@@ -51,14 +63,23 @@ class Store(Protocol):
     def has_device_plans(self) -> bool:
         """Whether a device has planned there: then the host has to come to the same."""
 
-    def take(self, extent: Extent) -> Block:
-        """Return a block that a batch has room in."""
+    def take(self, extent: tuple[int, int, tuple[int, ...]]) -> Block:
+        """Return a block that a batch has room in; fields are those of `Extent`."""
 
     def fitting(self, block: Block, units: Units) -> Block:
         """Return the block, if the batch's work has room there too, or else another one for both.
 
         It is a block that `take` returned for the batch.
         """
+
+    def is_for_short(self, block: Block) -> bool:
+        """Whether a block is what a batch of short requests alone takes."""
+
+    def most(self, page_size: int | None) -> Most:
+        """Return the largest batch that there may be."""
+
+    def check(self, bsr: BSR) -> None:
+        """Raise `LimitError` if a batch is larger."""
 
 
 class Shelf:
@@ -82,9 +103,9 @@ class Shelf:
         self._pools: dict[Size, Pool] = {}
         self._last: dict[Extent, Pool] = {}
 
-    def take(self, extent: Extent) -> Block:
-        """Return a block that a batch has room in."""
-        alike = extent.rounded()
+    def take(self, extent: tuple[int, int, tuple[int, ...]]) -> Block:
+        """Return a block that a batch has room in; fields are those of `Extent`."""
+        alike = Extent(*extent).rounded()
         pool = self._last.get(alike)
         if pool is None:
             pool = self._pool((alike, (alike.requests, *[0] * (2 * self._others + 1))))
@@ -105,6 +126,18 @@ class Shelf:
         block.give_back()
         pool = self._last[alike] = self._pool((alike, room))
         return pool.take()
+
+    def is_for_short(self, block: Block) -> bool:
+        """Whether a block has room for the first family's work alone."""
+        extent, (first, *others) = block.pool.size
+        return bool(self._others) and 0 < first == extent.requests and not any(others)
+
+    def most(self, page_size: int | None) -> Most:
+        """Return no limits."""
+        return Most()
+
+    def check(self, bsr: BSR) -> None:
+        """Do nothing."""
 
     def _pool(self, size: Size) -> Pool:
         pool = self._pools.get(size)
@@ -141,6 +174,7 @@ def _place(family: Family) -> str:
     return family.replaces or family.name
 
 
+@functools.lru_cache(1024)
 def rounded(count: int) -> int:
     """Return a count or a little more, so that there are few of them."""
     step = max(1 << max(count.bit_length() - 3, 0), STEP)

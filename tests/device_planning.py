@@ -18,12 +18,13 @@ from tvm_attn.bsr import BSR
 from tvm_attn.runtime.device import CPU
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
-from tvm_attn.runtime.inspector import Inspector, RowBytes
+from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Family, Plan
+from tvm_attn.runtime.short import RowBytes
 from tvm_attn.runtime.workspace import PlanLimits, family_counts
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.planner import batch_planner, work_planner
-from tvm_attn.tir.planner_shares import sharing_planner
+from tvm_attn.tir.planner_short import short_planner
 
 DECODE, SHORT, LONG = (
     Family("decode", 16, 64, 1, 2, cluster=1),
@@ -54,8 +55,8 @@ def plan_batch(paged: bool) -> Callable[..., None]:
 
 
 @cache
-def share_out() -> Callable[..., None]:
-    return compile_function(sharing_planner())
+def plan_short(mask: str, paged: bool) -> Callable[..., None]:
+    return compile_function(short_planner(paged, *bounds(mask)))
 
 
 @cache
@@ -108,7 +109,8 @@ class Setting:
             for family, count in zip(FAMILIES, self.queues, strict=True)
         ]
         inspector = Inspector(
-            *(plan_batch(self.paged), plan_work(self.mask), share_out()),
+            plan_short(self.mask, self.paged),
+            *(plan_batch(self.paged), plan_work(self.mask)),
             *(FAMILIES, self.group, self.heads, RowBytes(512, 512)),
         )
         memory = self.memory

@@ -13,6 +13,7 @@ import torch
 import tvm
 from tvm import tirx
 
+from tvm_attn.codegen.host import BRANCHING
 from tvm_attn.runtime import sizes
 from tvm_attn.target import portable_host
 from tvm_attn.tir.planner import work_planner
@@ -24,7 +25,8 @@ Ints = np.ndarray
 
 
 def compile_function(function: Any) -> Callable[..., None]:
-    executable = tvm.compile(function, target=portable_host().to_tvm())
+    with tvm.transform.PassContext(config=BRANCHING):
+        executable = tvm.compile(function, target=portable_host().to_tvm())
     assert "AllocWorkspace" not in executable.mod.inspect_source(), "a variable is on the heap"
     return executable[function.attrs["global_symbol"]]
 

@@ -17,8 +17,11 @@ from tvm_attn.runtime.accepted import AcceptedRun, is_alike, signature
 from tvm_attn.runtime.cuda import CudaMachine
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.module import AttentionModule
+from tvm_attn.runtime.placement import Placement
+from tvm_attn.runtime.workspace import PlanLimits
 
 LENS = ([1, 7, 3], [200, 30, 90])
+READY = CudaMachine.ready
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,41 @@ def test_runs_alike_are_checked_once(
     assert len(checked) == 1
     module.plan(batch.fmt, out=plan)
     assert torch.equal(module.run(plan, batch.q, batch.kv), first)
-    assert len(checked) == 2, "another plan"
+    assert len(checked) == 2, "another plan, of several families"
+
+
+@pytest.mark.parametrize("limits", [None, PlanLimits(3, 20, 4000)], ids=["free", "limits"])
+def test_a_plan_like_the_one_before_has_its_runs(
+    batch: Batch, checked: list[Any], limits: PlanLimits | None
+) -> None:
+    module = for_gpu("full", SPEC)
+    short = random_batch(SPEC, [1, 1, 1], [20, 30, 9])
+    plan = module.plan(short.fmt, limits=limits)
+    first = module.run(plan, short.q, short.kv)
+    for _ in range(5):
+        plan = module.plan(short.fmt, out=plan)
+        assert torch.equal(module.run(plan, short.q, short.kv), first)
+    assert len(checked) == (2 if limits is None else 1), "once for each memory that plans take"
+    with pytest.raises(PlanError, match="kv has 1 pages"):
+        module.run(plan, short.q, (short.kv[0][:1], short.kv[1][:1]))
+    longer = random_batch(SPEC, [2, 1, 1], [20, 30, 9])
+    module.plan(longer.fmt, out=plan)
+    with pytest.raises(ShapeError, match="q has shape"):
+        module.run(plan, short.q, short.kv)
+    expected = module.run(module.plan(longer.fmt), longer.q, longer.kv)
+    assert torch.equal(module.run(plan, longer.q, longer.kv), expected)
+
+
+def test_a_plan_of_pages_that_a_cache_has_not_is_checked_again(batch: Batch) -> None:
+    module = for_gpu("full", SPEC)
+    few = random_batch(SPEC, [1, 1], [5, 6])
+    limits = PlanLimits(2, 2, 400)
+    plan = module.plan(few.fmt, limits=limits)
+    module.run(plan, few.q, few.kv)
+    pages = few.kv[0].shape[0]
+    module.plan([0, 1, 2], [0, 1, 2], [0, pages], [3, 4], out=plan)
+    with pytest.raises(PlanError, match=f"the plan refers to page {pages}"):
+        module.run(plan, few.q, few.kv)
 
 
 def test_each_run_has_its_own_scales_and_parameters(batch: Batch, checked: list[Any]) -> None:
@@ -190,3 +227,44 @@ def test_a_subclass_of_tensors_is_always_checked(batch: Batch) -> None:
     assert is_alike(q, signature(q))
     assert not is_alike(torch.nn.Parameter(q), signature(q))
     assert not is_alike(None, signature(q))
+
+
+class Stream:
+    """A stream of a GPU, by its address."""
+
+    def __init__(self, cuda_stream: int):
+        self.cuda_stream = cuda_stream
+
+
+def test_a_run_where_the_one_before_was_is_ready_at_once(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = for_gpu("full", SPEC)
+    plan = module.plan(batch.fmt)
+    placement, streams = plan.placement, {0: Stream(0), 7: Stream(7)}
+    placement.device, placement.stream = torch.device("cuda", 0), streams[0]  # type: ignore
+    now, followed = {"stream": 0, "gpu": 0}, []
+
+    def follow(placement: Placement, stream: Any) -> None:
+        followed.append(stream.cuda_stream)
+        placement.stream = stream
+
+    monkeypatch.setattr(Placement, "follow", follow)
+    monkeypatch.setattr(CudaMachine, "_prepare", lambda machine, device: followed.append("load"))
+    for name in ("raw_stream", "stream_handle"):
+        monkeypatch.setattr(cuda, name, lambda of: now["stream"])
+    monkeypatch.setattr(cuda, "current_stream", lambda of: streams[now["stream"]])
+    monkeypatch.setattr(cuda, "current_index", lambda: now["gpu"])
+    monkeypatch.setattr(cuda, "on_device", lambda device: "guard")
+    monkeypatch.setattr(CudaMachine, "ready", READY)
+    machine: Any = module._machine
+    assert machine.ready(plan) is None and followed == ["load"]
+    machine._ready.add(placement.device)
+    assert machine.ready(plan) is None and followed == ["load"]
+    now["gpu"] = 1
+    assert machine.ready(plan) == "guard" and followed == ["load"]
+    now.update(gpu=0, stream=7)
+    for _ in range(2):
+        assert machine.ready(plan) is None and followed == ["load", 7]
+    now["stream"] = 0
+    assert machine.ready(plan) is None and followed == ["load", 7, 0]

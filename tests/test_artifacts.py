@@ -27,7 +27,7 @@ from tvm_attn.codegen.cache import sources
 from tvm_attn.errors import ArtifactError, CompileError, DTypeError, TargetError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import BuildTarget, parse_target
+from tvm_attn.target import parse_target
 from tvm_attn.tir import fingerprint as hooks_as_text
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.variant import AttentionVariant
@@ -209,8 +209,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     built = Built(tmp_path_factory.mktemp("built"), {})
     compile_host = host.compile_host
 
-    def compile_and_keep(functions: Mapping[str, object], target: BuildTarget) -> host.HostCode:
-        code = compile_host(functions, target)
+    def compile_and_keep(functions: Mapping[str, object], *given: Any) -> host.HostCode:
+        code = compile_host(functions, *given)
         built.code.update(dict.fromkeys(functions, code))
         return code
 
@@ -223,7 +223,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def cache(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
     """A copy of that cache, nothing of it loaded, and a compiler that makes the same code again."""
 
-    def again(functions: Mapping[str, object], target: BuildTarget) -> host.HostCode:
+    def again(functions: Mapping[str, object], *_: object) -> host.HostCode:
         return built.code[next(iter(functions))]
 
     yield from copied(built.folder, tmp_path, monkeypatch, host, "compile_host", again)

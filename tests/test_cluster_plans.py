@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, product
 from typing import Any
 
@@ -10,14 +11,18 @@ import numpy as np
 import pytest
 
 from tests.cases import kernel
+from tests.sharing import choose
 from tests.test_runtime_cuda import SPEC
 from tvm_attn.bsr import BSR
-from tvm_attn.runtime.inspector import Inspector, RowBytes
+from tvm_attn.runtime import short
+from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Family, Plan, WorkList
-from tvm_attn.runtime.sharing import PARTS, UNCUT, Sharing, Work, tables
+from tvm_attn.runtime.sharing import PARTS, Floats, Work, tables
+from tvm_attn.runtime.short import RowBytes
 from tvm_attn.tir.planner_shares import SHORTEST, SHORTEST_STRETCH, Cost
 from tvm_attn.worklist import CROWD, Item
 
+UNCUT = 2**29
 SIZES = (8, 4, 2, 1)
 DECODE = [Family("decode", 16, 64, 1, 2, cluster=size) for size in SIZES]
 WIDE = [Family("wide", 16, 64, 1, 1, cluster=size, replaces="decode") for size in SIZES]
@@ -29,7 +34,16 @@ QUEUES = dict(zip(FAMILIES, [29, 59, 132, 264, 14, 29, 66, 132, 264, 264], stric
 
 def compiled() -> list[Any]:
     planner = kernel("full", SPEC)._libraries["planner"]
-    return [planner[name] for name in ("plan_batch", "plan_work", "share_out")]
+    return [planner[name] for name in ("plan_short", "plan_batch", "plan_work")]
+
+
+def cut_by(family: Family, families: Any, queues: Any, work: Work) -> tuple[Floats, Floats]:
+    """Tables by which a family is the fastest, if it cuts units."""
+    costs, rates = tables(families, queues, work)
+    costs[:, Cost.LAUNCH :] = 0
+    costs[:, Cost.LAUNCH] = [1e9 * (other != family) for other in families]
+    costs[:, Cost.BESIDE] = 0.5
+    return costs, np.ones_like(rates)
 
 
 def planned(
@@ -45,7 +59,7 @@ def planned(
     last = [(length - 1) % 16 + 1 for length in kv_lens]
     indptr = [0, *accumulate(pages)]
     fmt = BSR.from_page_table(qo_indptr, indptr, list(range(indptr[-1])), last, 16)
-    return inspector.plan(None, fmt, lambda plan: {}, split, queues)
+    return inspector.plan(None, fmt, None, split, list(queues))
 
 
 def work_of(kv_lens: list[int], heads: int) -> WorkList:
@@ -102,9 +116,10 @@ def ways(kv_lens: list[int], heads: int, work: Work) -> Iterator[tuple[float, Fa
 def test_there_is_room_for_as_many_pieces_as_there_may_be(
     monkeypatch: pytest.MonkeyPatch, family: Family, heads: int, requests: int
 ) -> None:
-    split = 256
-    monkeypatch.setattr(Sharing, "choose", lambda *_: (SHARERS.index(family), split))
+    split = 64 * max(SHORTEST, family.cluster)
     pieces = CROWD * QUEUES[family] // heads // requests
+    monkeypatch.setattr(short, "tables", partial(cut_by, family))
+    monkeypatch.setattr(short, "PARTS", np.array([pieces], np.int32))
     work = work_of([pieces * split] * requests, heads)
     assert work.family == family and len(work.items) == pieces * requests * heads
     columns = [Item.REQUEST, Item.KV_HEAD, Item.KV_BEGIN]
@@ -154,10 +169,8 @@ def test_the_way_of_the_least_time_is_taken() -> None:
     for kv_lens in ([512], [32768], [65536] + [512] * 63, [1024] * 16, [1] * 100, *drawn):
         for heads in (heads for heads in (1, 4) if len(kv_lens) * heads <= 264 and max(kv_lens)):
             work = Work(512, 2048)
-            sharing = Sharing(compiled()[2], SHARERS, heads)
-            queues = tuple(QUEUES[family] for family in SHARERS)
-            lengths = np.array(kv_lens, np.int32)
-            family, split = sharing.choose(lengths, queues, work)
+            queues = [QUEUES[family] for family in SHARERS]
+            family, split = choose(kv_lens, heads, SHARERS, queues, work)
             times = {way[1:]: way[0] for way in ways(kv_lens, heads, work)}
             least = pytest.approx(min(times.values()), rel=1e-5)
             assert times[SHARERS[family], split] == least
@@ -169,9 +182,8 @@ def test_a_plan_for_one_family_takes_its_best_cut(only: Family) -> None:
     queues = [QUEUES[family] if family == only else 0 for family in FAMILIES]
     work = Work(BYTES.token, 4 * BYTES.row)
     for kv_lens in ([512], [8192] * 3, [60000] + [512] * 13, [1] * 14):
-        sharing = Sharing(compiled()[2], SHARERS, 1)
-        of_sharers = tuple(QUEUES[family] if family == only else 0 for family in SHARERS)
-        chosen, split = sharing.choose(np.array(kv_lens, np.int32), of_sharers, work)
+        of_sharers = [QUEUES[family] if family == only else 0 for family in SHARERS]
+        chosen, split = choose(kv_lens, 1, SHARERS, of_sharers, work)
         times = {way[2]: way[0] for way in ways(kv_lens, 1, work) if way[1] == only}
         assert SHARERS[chosen] == only
         assert times[split] == pytest.approx(min(times.values()), rel=1e-5)

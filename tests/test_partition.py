@@ -8,7 +8,6 @@ import pytest
 
 from tests.test_cluster_plans import BYTES, compiled
 from tvm_attn.bsr import BSR
-from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Family, Plan, in_order, need_not_wait
 
@@ -82,7 +81,6 @@ def test_in_memory_for_all_multiprocessors_the_other_half_has_no_work() -> None:
     plan = planned([(512, 512)], [2048] * 63)
     work = plan.work[-1]
     assert plan.block is not None
-    pad(plan.block, work)
     indptr = plan.block.arrays["long", "cta_indptr"]
     assert indptr[:65].tolist() == work.cta_indptr.tolist()
     assert indptr[65:].tolist() == [len(work.items)] * 68

@@ -15,7 +15,6 @@ from tests.test_runtime_cuda import SPEC, for_gpu
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import buffers, cuda
 from tvm_attn.runtime.buffers import ALIGNMENT, KEPT, Block, Layout, Pool
-from tvm_attn.runtime.device_memory import pad
 from tvm_attn.runtime.plan import Family
 from tvm_attn.runtime.shelf import REMEMBERED, STEP, Extent, Shelf, rounded
 from tvm_attn.runtime.workspace import PlanLimits
@@ -332,7 +331,6 @@ def test_behind_the_last_cut_unit_there_is_nothing(batch: Batch) -> None:
         plan = module.plan(random_batch(SPEC, [1] * 3, lens).fmt)
         assert plan.block is not None
         for work in plan.work:
-            pad(plan.block, work)
             _, cta_indptr, merge_items, merge_indptr = plan.block.lists[work.family][0]
             assert not merge_items[len(work.merge_items) :].any()
             assert (merge_indptr[len(work.merge_items) :] == work.num_slots).all()

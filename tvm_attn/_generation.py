@@ -82,18 +82,19 @@ def compile_functions(
 
 def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
     """Compile the planner, for hosts unknown."""
+    from tvm_attn.codegen.host import BRANCHING, compile_host
     from tvm_attn.tir.planner import batch_planner, work_planner
     from tvm_attn.tir.planner_bitmaps import Bitmaps
-    from tvm_attn.tir.planner_shares import sharing_planner
+    from tvm_attn.tir.planner_short import short_planner
 
+    given = (hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks))
     functions = {
+        "plan_short": short_planner(spec.is_paged, *given),
         "plan_batch": batch_planner(spec.is_paged),
-        "plan_work": work_planner(
-            hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks)
-        ),
-        "share_out": sharing_planner(),
+        "plan_work": work_planner(*given),
     }
-    return compile_functions(PLANNER, functions, portable_host())
+    host = compile_host(functions, portable_host(), BRANCHING)
+    return Artifact({"name": PLANNER}, {PLANNER: host.library}, {"source.ll": host.source})
 
 
 def generate_device_planner(

@@ -64,7 +64,7 @@ def is_plain(value: Any) -> bool:
         and value.dtype is torch.int32
         and value.dim() == 1
         and value.is_contiguous()
-        and value.shape[0] > 0
+        and value.numel() > 0
     )
 
 
@@ -93,7 +93,7 @@ def param_arrays(params: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
 
 def checked_size(value: object, name: str) -> int:
     """Return a size of at least 1, or say which argument is none."""
-    size = integer(value)
+    size = value if type(value) is int else integer(value)
     if size is None:
         raise DTypeError(f"{name}={value!r} must be an integer of at least 1")
     if size < 1:

@@ -23,7 +23,6 @@ from tvm_attn._index_arrays import (
     IndexArray,
     checked_size,
     index_array,
-    is_plain,
     optional_index_array,
     param_arrays,
 )
@@ -175,28 +174,30 @@ class BSR:
         kv_last_page_len: Any,
         page_size: int,
     ) -> BSR | None:
-        """Return the format of a page table of int32 vectors on the host, None if it is another.
+        """Return the format of a page table of int32 tensors on the host, None if it is another.
 
         What most batches are, at a fraction of the time that it takes to look at all there may be.
+        Whether they are vectors, contiguous and of one length is left to whoever reads them.
         """
         for array in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len):
-            if not (is_plain(array) and array.is_cpu):
+            if (
+                type(array) is not torch.Tensor
+                or array.dtype is not torch.int32
+                or not array.is_cpu
+            ):
                 return None
-        length = kv_last_page_len.shape[0] + 1
-        if qo_indptr.shape[0] != length or kv_indptr.shape[0] != length:
+        if qo_indptr.numel() != kv_last_page_len.numel() + 1:
             return None
+        fields = {  # the others have their defaults, which are the class's
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_last_page_len": kv_last_page_len,
+            "page_size": page_size,
+            "index_params": {},
+        }
         made = object.__new__(cls)
-        vars(made).update(
-            qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_last_page_len=kv_last_page_len,
-            page_size=page_size,
-            q_pos_offset=None,
-            kv_pos_offset=None,
-            index_params={},
-            num_col_blocks=None,
-        )
+        object.__setattr__(made, "__dict__", fields)
         return made
 
     @classmethod

@@ -86,6 +86,8 @@ class Header(IntEnum):
     MAX_UNIT = 15  # cost of the longest uncut unit
     NUM_TOKENS_LO = 16  # int64 KV tokens of the batch
     NUM_TOKENS_HI = 17
+    NUM_PAGES = 18  # page ids in use
+    FAMILY = 19  # of `plan_short`: place of the family that has the work, -1 if it was not dealt
 
 
 class Status(IntEnum):
@@ -105,6 +107,7 @@ class Status(IntEnum):
     KV_LIMIT = 11  # kv_indptr[-1] is more than the pages of `max_kv_tokens`
     QO_LEN = 12  # a request has more queries than `max_qo_len`; WHERE = request
     NO_PAGE = 13  # a page id that the cache does not have; WHERE = position
+    OVER_LIMIT = 14  # of `plan_short`: more requests, query tokens or pages than there is room for
 
 
 class Place(IntEnum):
@@ -146,6 +149,58 @@ class Job(IntEnum):
     OF_GROUP = 20
 
 
+class Term(IntEnum):
+    """Words that say what `plan_short` is to plan for, and where in a block of memory it writes."""
+
+    PAGE_SIZE = 0
+    GROUP_SIZE = 1
+    NUM_KV_HEADS = 2
+    SHORT_ROWS = 3  # as for `plan_batch`
+    LONG_ROWS = 4
+    MAX_BATCH = 5
+    MAX_QO_TOKENS = 6
+    MAX_PAGES = 7
+    ROWS = 8  # most fused rows of a request that it deals; none is dealt if it is -1
+    WAY = 9  # a `Way`
+    USUAL = 10  # the place of the family that takes batches, unless it is one of few units
+    FEW = 11  # how many units are few
+    QO_INDPTR = 12
+    KV_INDPTR = 13
+    KV_INDICES = 14
+    KV_LEN = 15
+    Q_POS_OFFSET = 16
+    KV_POS_OFFSET = 17
+    REQUESTS = 18  # room
+    PAGES = 19
+
+
+class Way(IntEnum):
+    """How the family is chosen that short requests are dealt to."""
+
+    USUAL = 0  # it is the usual one, and cuts as it does
+    ONLY = 1  # there is no other; it may leave all units whole, as on a device
+    FASTEST = 2  # of few units that of the least time, by an estimate
+
+
+class Share(IntEnum):
+    """Words that say what short requests are dealt to, a row for each family, and where."""
+
+    ITEMS = 0
+    CTA_INDPTR = 1
+    MERGE_ITEMS = 2
+    MERGE_INDPTR = 3
+    MAX_ITEMS = 4
+    MAX_SLOTS = 5
+    MAX_MERGES = 6
+    MAX_CTAS = 7
+    NUM_CTAS = 8
+    TILE_ROWS = 9
+    GRANULE = 10
+    OVERHEAD = 11
+    CACHED_TOKENS = 12
+    CLUSTER = 13
+
+
 class Role(IntEnum):
     """What a family is to a device's planner."""
 
@@ -154,6 +209,8 @@ class Role(IntEnum):
     REPLACED = 2  # for those that the one in clusters is not for
 
 
+TERM_WORDS = 20
+SHARE_WORDS = 16
 JOB_WORDS = 24
 PLACE_WORDS = 16
 DEVICE_CTAS = 640

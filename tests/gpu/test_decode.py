@@ -6,6 +6,7 @@ token more, items that end while the next one's first block is copied, one giant
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from tests.cases import check, spec_of, variant
 from tests.machine import Machine
 from tests.test_semantics import assert_same_bits
 from tvm_attn._pairwise import Row
-from tvm_attn.runtime.buffers import Ints
+from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Plan
-from tvm_attn.runtime.sharing import UNCUT, Sharing
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.worklist import CROWD
+from tvm_attn.worklist import CROWD, Header
 
+UNCUT = 2**29
+"""A split that no request is longer than."""
 GROUPS = (*range(1, 17), 32, 64)
 PAGES = (1, 5, 16, 64, 128, None)
 DTYPES = (
@@ -106,14 +108,25 @@ def test_every_way_to_share_out(
     if not found:
         pytest.skip(f"no {kind} CTAs in clusters of {size} here")
 
-    def choose(sharing: Sharing, kv_len: Ints, queues: tuple[int, ...], *_: Any) -> tuple[int, int]:
-        chosen, size = sharing.families.index(found[0]), split
-        most = CROWD * queues[chosen] // spec.num_kv_heads
-        while size < UNCUT and sum(-(-kv_len // size)) > most:  # no plan has as many pieces
+    def deal(
+        inspector: Inspector, plan: Plan, words: list[int], values: Any, _: int, ctas: Sequence[int]
+    ) -> None:
+        queues, size = ctas[families.index(found[0])], split
+        most = CROWD * queues // spec.num_kv_heads
+        while size < UNCUT and sum(-(-plan.lengths[1] // size)) > most:  # no plan has so many
             size *= 2
-        return chosen, size
+        counts = (words[Header.UNITS_SHORT], spec.num_kv_heads, queues, 0)
+        plan.dealt.append(inspector._deal(plan, found[0], 0, values, size, counts))
+        plan.families = frozenset(found)
 
-    monkeypatch.setattr(Sharing, "choose", choose)
+    def leave_to_deal(*arguments: Any) -> list[int]:
+        words = attempt(*arguments)
+        words[Header.FAMILY] = -1
+        return words
+
+    attempt = Inspector._attempt
+    monkeypatch.setattr(Inspector, "_attempt", leave_to_deal)
+    monkeypatch.setattr(Inspector, "_deal_all", deal)
     for lens in ([4000], LENS["edges"], [300 + 37 * n for n in range(70)]):
         batch = batch_of(machine, spec, lens)
         assert_same_bits(machine.check(row["variant"], batch), machine.check(row["variant"], batch))

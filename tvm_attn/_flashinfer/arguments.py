@@ -13,9 +13,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tvm_attn._index_arrays import IndexArray
+from tvm_attn._index_arrays import IndexArray, is_plain
 from tvm_attn._index_arrays import index_array as index_array
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError
+from tvm_attn.runtime.buffers import Ints
 from tvm_attn.spec import LAYOUTS
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Array = TypeVar("Array", torch.Tensor, Ints)
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A pair (k, v) of 4-D caches, or both in one 5-D tensor with an axis of 2 after the pages."""
 Scale = float | torch.Tensor | None
@@ -135,6 +137,9 @@ def _on_host(array: Any) -> Any:
 
 def host_indices(**arrays: IndexArray) -> tuple[torch.Tensor, ...]:
     """Return index arrays as int32 vectors `on_host`; those called ``indptr`` are not empty."""
+    given: tuple[Any, ...] = tuple(arrays.values())
+    if all(is_plain(array) and array.is_cpu for array in given):
+        return given
     found = [index_array(_on_host(array), name) for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
         if not array.shape[0] and name.endswith("indptr"):
@@ -180,7 +185,7 @@ def kv_lengths(kv_indptr: IndexArray, kv_last_page_len: IndexArray, page_size: i
     return index_array(torch.where(pages > 0, (pages - 1) * page_size + last, 0), "kv_len")
 
 
-def last_page_len(kv_len: torch.Tensor, page_size: int) -> torch.Tensor:
+def last_page_len(kv_len: Array, page_size: int) -> Array:
     """Return the tokens in the last page of requests of these lengths (a full page for none)."""
     return (kv_len - 1) % page_size + 1
 

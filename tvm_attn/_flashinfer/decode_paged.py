@@ -20,7 +20,7 @@ from tvm_attn._flashinfer.arguments import (
 )
 from tvm_attn._flashinfer.decode_positional import with_positional
 from tvm_attn._flashinfer.graph_buffers import GraphBuffers
-from tvm_attn._flashinfer.options import Options, split_tokens
+from tvm_attn._flashinfer.options import Options, options_of, split_tokens
 from tvm_attn._flashinfer.wrapper import PagedWrapper
 from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import PlanError
@@ -119,11 +119,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         dtypes = data_types(q_data_type, kv_data_type, o_data_type, data_type)
         spec = self._spec((num_qo_heads, num_kv_heads, head_dim, None), dtypes, page_size)
-        options = Options(
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            pos_encoding_mode=pos_encoding_mode,
-            causal=q_len_per_req > 1,
+        options = options_of(
+            q_len_per_req > 1, window_left, logits_soft_cap, pos_encoding_mode, sm_scale
         )
         indptr, last_page_len = host_indices(indptr=indptr, last_page_len=last_page_len)
         batch, pages = len(last_page_len), int(indptr[-1])
@@ -218,13 +215,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
         if seq_lens is not None:
             check_lengths("seq_lens", seq_lens, kv_lengths(indptr, last_page_len, page_size))
-        options = Options(
-            causal=q_len_per_req > 1 if is_causal is None else is_causal,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            pos_encoding_mode=pos_encoding_mode,
-            sm_scale=sm_scale,
-        )
+        causal = q_len_per_req > 1 if is_causal is None else is_causal
+        options = options_of(causal, window_left, logits_soft_cap, pos_encoding_mode, sm_scale)
         self.plan_requests(
             (indptr, indices, last_page_len),
             (num_qo_heads, num_kv_heads, head_dim, page_size),

@@ -13,7 +13,7 @@ from tvm_attn._flashinfer.arguments import (
     implemented_except,
 )
 from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
-from tvm_attn._flashinfer.options import Options, split_tokens
+from tvm_attn._flashinfer.options import options_of, split_tokens
 from tvm_attn._index_arrays import checked_size
 
 
@@ -77,12 +77,8 @@ def fast_decode_plan(
     if not (self.is_cuda_graph_enabled and all(map(_is_on_gpu, table))):
         on_cpu = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
         table = host_indices(indptr=on_cpu, indices=indices, last_page_len=last_page_len)
-    options = Options(
-        causal=q_len_per_req > 1,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode,
-        sm_scale=sm_scale,
+    options = options_of(
+        q_len_per_req > 1, window_left, logits_soft_cap, pos_encoding_mode, sm_scale
     )
     self.plan_requests(
         table,

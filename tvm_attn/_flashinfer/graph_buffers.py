@@ -9,7 +9,7 @@ import torch
 
 from tvm_attn._flashinfer.arguments import check_buffer, last_page_len
 from tvm_attn.errors import LimitError, ShapeError
-from tvm_attn.runtime.plan import BATCH, Plan
+from tvm_attn.runtime.plan import KV_LEN, Plan
 from tvm_attn.runtime.staging import copy_there
 from tvm_attn.runtime.workspace import PlanLimits
 
@@ -68,14 +68,19 @@ class GraphBuffers:
                 )
         return GraphBuffers(**given, custom_mask=custom_mask, mask_indptr=mask_indptr)
 
-    @property
+    @functools.cached_property
     def max_batch(self) -> int:
         """The most requests of a batch."""
         return len(self.kv_indptr) - 1
 
+    @functools.cached_property
+    def max_pages(self) -> int | None:
+        """The most page ids, None if there is no buffer for them."""
+        return None if self.kv_indices is None else len(self.kv_indices)
+
     def limits(self, max_qo_tokens: int, page_size: int) -> PlanLimits:
         """Return the limits that the buffers set."""
-        pages = UNLIMITED if self.kv_indices is None else len(self.kv_indices) * page_size
+        pages = UNLIMITED if self.max_pages is None else self.max_pages * page_size
         return known_limits(self.max_batch, max_qo_tokens, pages)
 
     def check_mask(self, plan: Plan) -> None:
@@ -96,19 +101,25 @@ class GraphBuffers:
 
     def store(self, plan: Plan, page_size: int) -> None:
         """Copy a plan's arrays in, waiting for nothing; what a buffer holds past them stays."""
-        given = dict(zip(BATCH, plan.batch, strict=True))
-        last = last_page_len(torch.from_numpy(given["kv_len"]), page_size)
-        mask = plan.params.get("custom_mask", ())
-        for name, values in (
-            *((name, plan.placed(name)) for name in ("qo_indptr", "kv_indptr", "kv_indices")),
-            ("last_page_len", last),
-            *zip(("custom_mask", "mask_indptr"), mask, strict=False),
+        entries = plan.batch_size + 1
+        for name, count in (
+            ("qo_indptr", entries),
+            ("kv_indptr", entries),
+            ("kv_indices", plan.num_pages),
         ):
-            buffer, count = getattr(self, name), len(given.get(name, values))
+            buffer = getattr(self, name)
             if buffer is not None:
-                copy_there(first(values, count), first(buffer, count))
+                copy_there(first(plan.placed(name), count), first(buffer, count))
+        if self.last_page_len is not None:
+            last = torch.from_numpy(last_page_len(plan.batch[KV_LEN], page_size))
+            copy_there(last, first(self.last_page_len, plan.batch_size))
+        mask = plan.params.get("custom_mask", ())
+        for name, values in zip(("custom_mask", "mask_indptr"), mask, strict=False):
+            buffer = getattr(self, name)
+            if buffer is not None:
+                copy_there(values, first(buffer, len(values)))
 
 
 def first(array: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first entries of an array."""
-    return array if len(array) == count else array[:count]
+    return array if array.shape[0] == count else array[:count]

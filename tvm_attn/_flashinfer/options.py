@@ -116,6 +116,28 @@ class Options:
         return given
 
 
+def options_of(
+    causal: bool,
+    window_left: int,
+    logits_soft_cap: Any,
+    pos_encoding_mode: str,
+    sm_scale: Any,
+) -> Options:
+    """Return options without a mask, checked once."""
+    given = (causal, window_left, logits_soft_cap, pos_encoding_mode, sm_scale)
+    if isinstance(logits_soft_cap, torch.Tensor) or isinstance(sm_scale, torch.Tensor):
+        return Options(*given)  # what a tensor holds may change
+    try:
+        return _known_options(*given)
+    except TypeError:  # of a field that has no hash, or no type that it may have
+        return Options(*given)
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _known_options(*fields: Any) -> Options:
+    return Options(*fields)
+
+
 def attend_once(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -61,6 +61,7 @@ class Wrapper:
         self._split: int | None = None
         self._options = Options()
         self._run_params: dict[str, Any] = {}
+        self._known_kernel: tuple[tuple[Any, ...], AttentionModule | None] = ((), None)
 
     def _spec(
         self,
@@ -76,8 +77,13 @@ class Wrapper:
             return AttentionSpec(*fields)
 
     def _kernel_of(self, spec: AttentionSpec, features: Features) -> AttentionModule:
+        key, kernel = self._known_kernel
+        if kernel is not None and key[0] is spec and key[1] is features:
+            return kernel
         schedule = schedule_of(self._backend, self.device)
-        return kernel_for(spec, features, self.device, schedule)
+        kernel = kernel_for(spec, features, self.device, schedule)
+        self._known_kernel = (spec, features), kernel
+        return kernel
 
     def _plan_batch(
         self,
@@ -158,8 +164,10 @@ class Wrapper:
         return planned if planned is not None and planned.owner is kernel else None
 
     def _adopt(self, kernel: AttentionModule, planned: Plan, options: Options) -> None:
+        is_same = kernel is self._kernel and options is self._options
         self._kernel, self._planned, self._options = kernel, planned, options
-        self._run_params = options.run_params(kernel.spec.num_qo_heads, self.device)
+        if not is_same:
+            self._run_params = options.run_params(kernel.spec.num_qo_heads, self.device)
 
     def _change_options(
         self,

@@ -1,4 +1,4 @@
-"""How a family's work is cut and dealt on a device: the policy of `tvm_attn.tir.planner`.
+"""How a family's work is cut and dealt on a device: the policy of `planner_policy`.
 
 All threads of a CTA do each step together, and know what was decided.
 """
@@ -21,7 +21,6 @@ from tvm_attn.tir.device_deal import (
     write_merges,
 )
 from tvm_attn.tir.device_units import count_parts, cut_units, keep, sort_longest_first
-from tvm_attn.tir.planner import is_uneven
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
     as_bit,
@@ -34,6 +33,7 @@ from tvm_attn.tir.planner_ints import (
     wide,
 )
 from tvm_attn.tir.planner_line import Line
+from tvm_attn.tir.planner_policy import is_uneven
 from tvm_attn.tir.planner_units import Longest, Machine, Multiples
 from tvm_attn.worklist import Header
 

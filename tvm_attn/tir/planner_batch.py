@@ -233,6 +233,57 @@ def count_units(batch, short_rows, long_rows, header):
     header[int(Header.UNITS_LONG)] = saturate(long)
 
 
+@dataclass(frozen=True)
+class Derived:
+    """Arrays that have room for a batch: copies, and what is derived of it."""
+
+    qo_indptr: Any
+    kv_indptr: Any
+    kv_indices: Any
+    kv_len: Any
+    q_pos_offset: Any
+    kv_pos_offset: Any
+
+
+@T.inline
+def derive(batch, kv_indices, out, short_rows, long_rows, header):
+    """Check a batch, copy it and derive what plans need of it."""
+    verdict = T.alloc_buffer((3,), "int32")
+    max_page = var(-1)
+    pages = var(batch.kv_indptr[batch.size])
+    q_given = T.meta_var(batch.q_pos_offset.shape[0] > 0)
+    kv_given = T.meta_var(batch.kv_pos_offset.shape[0] > 0)
+    for i in T.serial(3):
+        verdict[i] = 0
+
+    check_indptr(batch.qo_indptr, batch, int(Status.QO_INDPTR), verdict)
+    check_indptr(batch.kv_indptr, batch, int(Status.KV_INDPTR), verdict)
+    if batch.paged:
+        if pages > kv_indices.shape[0]:
+            report(verdict, int(Status.KV_INDICES_SHORT), kv_indices.shape[0], pages)
+        if verdict[0] == int(Status.OK):
+            assert out.kv_indices.shape[0] >= pages, (
+                "plan_batch: kv_indices_out is too small for the batch"
+            )
+            copy_indices(kv_indices, out.kv_indices, pages, max_page, verdict)
+    if verdict[0] == int(Status.OK):
+        check_lengths(batch, verdict)
+        check_positions(batch.q_pos_offset, q_given, batch.qo_len, batch, verdict)
+        check_positions(batch.kv_pos_offset, kv_given, batch.kv_len, batch, verdict)
+    for i in T.serial(3):
+        header[i] = verdict[i]
+
+    if verdict[0] == int(Status.OK):
+        copy(batch.qo_indptr, out.qo_indptr, batch.size + 1)
+        copy(batch.kv_indptr, out.kv_indptr, batch.size + 1)
+        derive_lengths(batch, out.kv_len, header)
+        derive_positions(batch, q_given, kv_given, out.q_pos_offset, out.kv_pos_offset)
+        count_units(batch, short_rows, long_rows, header)
+        header[int(Header.NNZ_QO)] = batch.qo_indptr[batch.size]
+        header[int(Header.MAX_PAGE)] = max_page
+        header[int(Header.NUM_PAGES)] = pages if batch.paged else 0
+
+
 def batch_planner(paged: bool) -> Any:
     """Return the PrimFunc ``plan_batch``: check a batch, copy it, derive what `work_planner` needs.
 
@@ -322,8 +373,6 @@ def batch_planner(paged: bool) -> Any:
         with T.sblock("plan_batch"):
             T.reads()
             T.writes()
-            verdict = T.alloc_buffer((3,), "int32")
-            max_page = var(-1)
             batch = T.meta_var(
                 Batch(
                     size=batch_size,
@@ -337,37 +386,13 @@ def batch_planner(paged: bool) -> Any:
                     paged=paged,
                 )
             )
-            pages = var(kv_indptr[batch.size])
-            q_given = T.meta_var(q_pos_offset.shape[0] > 0)
-            kv_given = T.meta_var(kv_pos_offset.shape[0] > 0)
-            for i in T.serial(3):
-                verdict[i] = 0
-
-            check_indptr(qo_indptr, batch, int(Status.QO_INDPTR), verdict)
-            check_indptr(kv_indptr, batch, int(Status.KV_INDPTR), verdict)
-            if paged:
-                if pages > kv_indices.shape[0]:
-                    report(verdict, int(Status.KV_INDICES_SHORT), kv_indices.shape[0], pages)
-                if verdict[0] == int(Status.OK):
-                    assert kv_indices_out.shape[0] >= pages, (
-                        "plan_batch: kv_indices_out is too small for the batch"
-                    )
-                    copy_indices(kv_indices, kv_indices_out, pages, max_page, verdict)
-            if verdict[0] == int(Status.OK):
-                check_lengths(batch, verdict)
-                check_positions(q_pos_offset, q_given, batch.qo_len, batch, verdict)
-                check_positions(kv_pos_offset, kv_given, batch.kv_len, batch, verdict)
-            for i in T.serial(3):
-                header[i] = verdict[i]
-
-            if verdict[0] == int(Status.OK):
-                copy(qo_indptr, qo_indptr_out, batch.size + 1)
-                copy(kv_indptr, kv_indptr_out, batch.size + 1)
-                derive_lengths(batch, kv_len_out, header)
-                derive_positions(batch, q_given, kv_given, q_pos_offset_out, kv_pos_offset_out)
-                count_units(batch, short_rows, long_rows, header)
-                header[int(Header.NNZ_QO)] = qo_indptr[batch.size]
-                header[int(Header.MAX_PAGE)] = max_page
+            out = T.meta_var(
+                Derived(
+                    *(qo_indptr_out, kv_indptr_out, kv_indices_out),
+                    *(kv_len_out, q_pos_offset_out, kv_pos_offset_out),
+                )
+            )
+            derive(batch, kv_indices, out, short_rows, long_rows, header)
 
     given = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
     named = plan_batch.with_attr("global_symbol", "plan_batch")

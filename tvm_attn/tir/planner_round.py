@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.planner_ints import assign, ceil_div, div, low_word, scalar, wide
+from tvm_attn.tir.planner_ints import assign, ceil_div, div, low_word, wide
 from tvm_attn.tir.planner_units import Machine, Table
 
 MIN_SHARE = 8
@@ -20,20 +20,22 @@ MIN_SHARE = 8
 
 @dataclass(frozen=True)
 class LastRound:
-    """Rows from `first` on that cost no more than it, in `parts` parts each; 1 cuts none."""
+    """Rows from `first` on that cost no more than it, in `parts_of_row` parts each; 1 cuts none.
+
+    Both are variables.
+    """
 
     units: Table
     machine: Machine
     first: Any
     parts_of_row: Any
 
-    @staticmethod
-    def of(units: Table, machine: Machine, max_load: Any, applies: Any) -> LastRound:
+    def decide(self, max_load: Any, applies: Any) -> None:
         """Decide which rows of `units` are cut, given the longest CTA's load.
 
         It applies where units are sorted, and dealt to the CTA with least: elsewhere none is cut.
         """
-        first, parts_of_row = scalar("int32"), scalar("int32")
+        units, machine, first = self.units, self.machine, self.first
         heads, num_ctas = machine.heads.value, machine.num_ctas
         total = wide(units.count) * wide(heads)
         rest = low_word(total - T.truncdiv(total, wide(num_ctas)) * wide(num_ctas))
@@ -46,8 +48,7 @@ class LastRound:
         saved = cost - ceil_div(granules, T.max(parts, 1)) - 2 * machine.overhead
         pays = T.And(wide(saved) * T.int64(100) >= max_load, 4 * units.longest <= 5 * cost)
         is_wanted = T.And(T.And(applies, total > wide(num_ctas)), T.And(parts > 1, pays))
-        assign(parts_of_row, T.Select(is_wanted, parts, 1))
-        return LastRound(units, machine, first, parts_of_row)
+        assign(self.parts_of_row, T.Select(is_wanted, parts, 1))
 
     @property
     def is_wanted(self) -> Any:

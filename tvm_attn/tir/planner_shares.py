@@ -17,7 +17,6 @@ from tvm_attn.tir.planner_ints import (
     Divisor,
     as_bit,
     assign,
-    bind,
     carve,
     ceil_div,
     div,
@@ -27,7 +26,6 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.signature import takes
 from tvm_attn.worklist import CROWD
 
 SHORTEST = 4
@@ -88,8 +86,10 @@ class Split:
     load: Any
 
     @staticmethod
-    def of(rests: Any, load: Any) -> Split:
-        """Return a split, with its variables."""
+    def carve(scratch: Any, count: Any) -> Split:
+        """Return a split of so many requests, with its variables."""
+        rests = carve(scratch, 0, (count,))
+        load = carve(scratch, count, (scratch.shape[0] - count,))
         size, pieces, parts, is_sorted = (scalar("int32") for _ in range(4))
         return Split(size, pieces, parts, is_sorted, rests, load)
 
@@ -245,62 +245,20 @@ def consider_line(batch, costs, rates, block, best, choice):
                 choice[1] = 0
 
 
-def sharing_planner() -> Any:
-    """Return the PrimFunc ``share_out``: choose how few units are shared out.
+@T.inline
+def share(batch, split, block, parts, costs, rates, choice):
+    """Choose the family and the split that take the least time; a split of 0 is a line.
 
-    Parameters of the function, in order, arrays on the host, int32 unless said:
-
-    ============  ==========================  ===================================================
-    kv_len        [>= batch]                  KV tokens of each request, of which there are some
-    batch         scalar                      requests
-    num_kv_heads  scalar
-    block         scalar                      KV tokens of a granule
-    parts         [splits]                    in how many pieces the longest unit may be cut
-    costs         [families, len(Cost)]       float32, see `Cost`
-    rates         [families, CTAs + 1]        float32: microseconds of a token that is read while
-                                              so many CTAs are busy
-    scratch       [>= batch + most queues]
-    choice        [2]                         the family and the split that take the least time;
-                                              a split of 0 is a line
-    ============  ==========================  ===================================================
+    Units may be cut in so many `parts`, at granules of `block` tokens; `costs` are as `Cost` says,
+    and `rates` [families, CTAs + 1] microseconds of a token read while so many CTAs are busy.
     """
-
-    @T.prim_func(s_tir=True, check_well_formed=False)
-    def share_out(
-        kv_len_h: T.handle,
-        batch: T.int32,
-        num_kv_heads: T.int32,
-        block: T.int32,
-        parts_h: T.handle,
-        costs_h: T.handle,
-        rates_h: T.handle,
-        scratch_h: T.handle,
-        choice_h: T.handle,
-    ):
-        num_families = T.int32()
-        num_rates = T.int32()
-        kv_len = bind(kv_len_h, "kv_len")
-        parts = bind(parts_h, "parts")
-        costs = T.match_buffer(costs_h, (num_families, len(Cost)), "float32", align=4)
-        rates = T.match_buffer(rates_h, (num_families, num_rates), "float32", align=4)
-        scratch = bind(scratch_h, "scratch")
-        choice = T.match_buffer(choice_h, (2,), "int32", align=4)
-        with T.sblock("share_out"):
-            T.reads()
-            T.writes()
-            work = T.meta_var(Batch.of(kv_len, batch, num_kv_heads))
-            rests = carve(scratch, 0, (batch,))
-            load = carve(scratch, batch, (scratch.shape[0] - batch,))
-            split = T.meta_var(Split.of(rests, load))
-            best = var(T.float32(FAR))
-            measure(work)
-            assign(split.size, LENGTH_LIMIT)
-            for i in T.serial(parts.shape[0] + 1):
-                if i > 0:
-                    granules = T.meta_var(ceil_div(work.longest, parts[i - 1] * block))
-                    assign(split.size, granules * block)
-                count_pieces(work, split)
-                consider(work, split, costs, rates, block, best, choice)
-            consider_line(work, costs, rates, block, best, choice)
-
-    return takes(share_out)
+    best = var(T.float32(FAR))
+    measure(batch)
+    assign(split.size, LENGTH_LIMIT)
+    for i in T.serial(parts.shape[0] + 1):
+        if i > 0:
+            granules = T.meta_var(ceil_div(batch.longest, parts[i - 1] * block))
+            assign(split.size, granules * block)
+        count_pieces(batch, split)
+        consider(batch, split, costs, rates, block, best, choice)
+    consider_line(batch, costs, rates, block, best, choice)
