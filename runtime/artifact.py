@@ -20,7 +20,7 @@ from typing import Any
 
 from tvm_attn.errors import ArtifactError
 
-FORMAT = 4
+FORMAT = 5
 META, LIBRARY_SUFFIX, DEVICE_SUFFIX = "meta.json", ".so", ".device"
 
 
