@@ -173,7 +173,8 @@ def attend(cta, task, following, q, k, v, t, end, s):
             mask(cta, task, kv0)
             softmax(cta, factor)
         pv(cta, weigher_of(cta, factor), s)
-        note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block, is_asked)
+        if T.Or(T.bool(not cta.shared.are_made), is_asked):  # making takes registers: a branch
+            note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block, is_asked)
         if is_next_last:
             prepare(cta, following, q, k, v, t + 1, s + 2, pages)
         s = s + 1
