@@ -23,6 +23,8 @@ from tvm_attn.tir.hooks import Hooks
 Tile = CudaTile | HopperTile
 PRODUCT = re.compile(r"mma_sync_\w+\((.*)\);")
 """A multiplication of a warp: 4 sums, then 6 registers of operands, then the sums again."""
+ARRAY = re.compile(r"^\s+(?:alignas\(\d+\) )?[\w ]+? (\w+)\[(\d+)\];", re.MULTILINE)
+"""The declaration of an array in registers."""
 SUMS, OPERANDS = 4, 6
 SLOWEST_LAST = ("short", "wide", "decode", "draft", "long")
 """Families of query tiles, by the time that a kernel takes to be compiled."""
@@ -62,6 +64,8 @@ class Kernel:
                 source = generated[tile].device.source
                 if unwritten := unwritten_operands(source):
                     return Outcome(self, tile, compiler.kind, error=f"{unwritten} is not written")
+                if beyond := beyond_arrays(source):
+                    return Outcome(self, tile, compiler.kind, error=f"{beyond} is out of bounds")
                 done = cuda.compile_source(compiler, "attention", source, arch)
                 [used] = cuda.measure(generated[tile], done.report, arch).values()
                 outcome = Outcome(self, tile, compiler.kind, used)
@@ -113,6 +117,15 @@ def unwritten_operands(source: str) -> set[str]:
     assigned = set(re.findall(r"(\w+)\[\d+\] = ", source))
     filled = {name for call in loaded.findall(source) for name in re.findall(r"(\w+)\[\d+\]", call)}
     return operands - assigned - filled
+
+
+def beyond_arrays(source: str) -> set[str]:
+    """Return the elements of a kernel's arrays that are used and that there are not."""
+    sizes: dict[str, int] = {}
+    for name, size in ARRAY.findall(source):
+        sizes[name] = max(sizes.get(name, 0), int(size))
+    used = re.findall(r"\b(\w+)\[(\d+)\](?!;)", source)
+    return {f"{name}[{at}]" for name, at in used if int(at) >= sizes.get(name, int(at) + 1)}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from tests.compiling import FIND, unwritten_operands
+from tests.compiling import FIND, beyond_arrays, unwritten_operands
 from tests.generating import generate_kernel
 from tvm_attn.codegen.cuda import compile_source
 from tvm_attn.runtime.disassembly import disassemble
@@ -122,6 +122,12 @@ def test_operands_that_nothing_writes_are_found() -> None:
     operand = product.split(",")[4].split("[")[0].strip()
     spoilt = kernel.body.replace(product, product.replace(f"{operand}[", "nowhere["))
     assert unwritten_operands(spoilt) == {"nowhere"}
+
+
+def test_elements_beyond_arrays_are_found() -> None:
+    source = "\n  float o[4];\n  unsigned long long others_ptr[2];\n  o[3] = others_ptr[1] + x[9];"
+    assert not beyond_arrays(source)
+    assert beyond_arrays(source.replace("others_ptr[1]", "others_ptr[2]")) == {"others_ptr[2]"}
 
 
 def test_rows_of_pages_and_ragged_tokens_differ_in_the_table_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
+from tests.compiling import beyond_arrays
 from tests.generating import generate_kernel
 from tvm_attn.schedules import sm80
 from tvm_attn.schedules.primitives.fragments import ACCUMULATORS
@@ -166,6 +167,17 @@ def test_copies_begin_in_the_first_step_where_registers_are_short(dim: int, is_f
     before = products[: len(products) - products[::-1].index("cp_async_cg")].count("mma_sync")
     assert before > 0
     assert (before < tile.row_tiles * tile.block // COLUMNS) == is_first
+
+
+@pytest.mark.parametrize("dims", [(16, 32), (192, 128), (128, 256), (256, 64), (48, 240)])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_keys_and_values_of_other_dims_are_copied_by_registers_there_are(
+    dims: tuple[int, int], kv_dtype: str
+) -> None:
+    spec = AttentionSpec(8, 2, *dims, q_dtype="bfloat16", kv_dtype=kv_dtype)
+    target = parse_target("sm_90")
+    for tile in cuda_tiles(spec, target):
+        assert not beyond_arrays(generate_kernel(spec, VARIANTS["full"](spec), tile, target).body)
 
 
 def test_places_are_looked_up_and_noted_without_branches() -> None:

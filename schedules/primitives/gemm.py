@@ -97,7 +97,7 @@ def qk(cta, s, first, second):
     load_keys(cta, keys, 0, tiles)
     if not has_room:
         places = T.alloc_local((first.turns,), first.place_dtype)
-        others = T.alloc_local((first.turns,), first.place_dtype)
+        others = T.alloc_local(((second or first).turns,), first.place_dtype)
         find_rows(first, places)
         if second is not None:
             find_rows(second, others)

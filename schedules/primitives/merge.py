@@ -110,6 +110,7 @@ def merge_unit(cta, given, m):
             d = d + WARP * RUN
         if cta.lane.index == 0:
             for i in T.unroll(ROWS):
-                at = T.meta_var(parts.index(i))
-                outputs.lse[at[0], at[1]] = words[i, LSE] * outputs.lse_scale
+                if parts.place(i) < end:
+                    at = T.meta_var(parts.index(i))
+                    outputs.lse[at[0], at[1]] = words[i, LSE] * outputs.lse_scale
         place0 = place0 + cta.tile.warps * ROWS
