@@ -61,7 +61,7 @@ class Inspector:
         self._families = [families[i] for i in self._places]
         substitutes = (i for i, family in enumerate(families) if family.stands_in)
         self._sharers = [*substitutes, self._places[0]]
-        self._rows = (self._families[-2].rows, self._families[-1].rows)
+        self._rows = (self._families[-2:][0].rows, self._families[-1].rows)
         sharers = [families[i] for i in self._sharers]
         self._short = ShortRequests(sharers, group_size, num_kv_heads, *self._rows, row_bytes)
         self._alone = [frozenset([family]) for family in sharers]
