@@ -206,7 +206,6 @@ class Role(IntEnum):
 
     ALWAYS = 0
     CLUSTERS = 1  # in clusters: for batches of few units
-    REPLACED = 2  # for those that the one in clusters is not for
 
 
 TERM_WORDS = 20

@@ -209,8 +209,7 @@ def settle_role(derived, problem, role, row_max, own_split):
             whole,
         )
     is_cluster = T.meta_var(role == int(Role.CLUSTERS))
-    replaced = T.meta_var(T.Select(role == int(Role.REPLACED), 1 - takes, 1))
-    assign(row_max, row_max * T.Select(is_cluster, takes, replaced))
+    assign(row_max, row_max * T.Select(is_cluster, takes, 1))
     is_whole = T.meta_var(T.And(is_cluster, whole != 0))
     assign(own_split, T.Select(is_whole, LENGTH_LIMIT, problem.split))
 
