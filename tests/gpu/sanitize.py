@@ -43,7 +43,7 @@ LENS = {
     "mixed": (None, [1, 70, 0, 3, 1], [150, 70, 5, 0, 3]),
     "split": (32, [1, 1], [200, 90]),
     "few": (None, [1], [2100]),
-    "short": (None, [8, 2], [1300, 700]),
+    "short": (None, [7, 2], [1300, 700]),
 }
 """Fixed split, query lengths and KV lengths; the last two are cut so that a GPU is full."""
 
