@@ -222,7 +222,7 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
             holds_queries=holds,
             slots=1,
             feeders=_feeders(spec, box_of(block, spec.page_size)),
-            split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
+            split=_split(spec, block),
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
     ]
@@ -248,7 +248,7 @@ def short_tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
             holds_queries=True,
             slots=1,
             feeders=_feeders(spec, box),
-            split=block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64,
+            split=_split(spec, block),
             multipliers=1,
             copying=MOST_REGISTERS // 2,
             family="short",
@@ -260,6 +260,11 @@ def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:
     """Whether a tile that does not hold queries fits registers and shared memory."""
     registers = spec.dim_vo // 2 + tile.block // 2 + tile.block // 4
     return registers <= ROOM and tile.shared_bytes(spec) <= SHARED_BYTES
+
+
+def _split(spec: AttentionSpec, block: int) -> int:
+    """Return how many column tiles of a block are weighed before its values are waited for."""
+    return block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64
 
 
 def _narrow(spec: AttentionSpec) -> HopperTile:

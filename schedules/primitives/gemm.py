@@ -96,8 +96,8 @@ def qk(cta, s, first, second):
         load_queries(cta, queries, 0)
     load_keys(cta, keys, 0, tiles)
     if not has_room:
-        places = T.alloc_local((first.turns,), first.place_dtype)
-        others = T.alloc_local(((second or first).turns,), first.place_dtype)
+        places = T.meta_var(first.room())
+        others = T.meta_var(None if second is None else second.room())
         find_rows(first, places)
         if second is not None:
             find_rows(second, others)

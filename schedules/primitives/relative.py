@@ -27,7 +27,9 @@ from tvm_attn.schedules.primitives.folded import (
 )
 from tvm_attn.schedules.primitives.fragments import any_lane, over_row
 from tvm_attn.schedules.primitives.scores import (
+    LOW,
     Weigh,
+    has_below,
     logits,
     mask,
     may_hide,
@@ -45,8 +47,6 @@ AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
 CLOSE = 8.0
 """How far from the largest score a reference may be taken: weights are still normal in float16."""
-LOW = -16.0
-"""A reference that a score near 0 is close enough to."""
 
 
 def references(cta: Cta) -> list[Expr]:
@@ -57,11 +57,6 @@ def references(cta: Cta) -> list[Expr]:
 def is_foretold(cta: Cta, fold: Fold) -> bool:
     """Whether the largest product, and biases, tell how large scores may be."""
     return is_bounded(cta.hooks) or fold.biases is not None
-
-
-def has_below(cta: Cta, low: float) -> Expr:
-    """Whether one of the lane's rows has a reference of at most `low`."""
-    return reduce(tirx.Or, [reference <= f32(low) for reference in references(cta)])
 
 
 def leaves_reach(cta: Cta, fold: Fold) -> Expr:

@@ -34,6 +34,8 @@ operands' dtype can hold it, and rows of long requests are then seldom touched."
 HOOKED_SLACK = 32.0
 """The same where a hook makes logits: scores that far from their reference are rounded to a part of
 it, and with a hook they are sums of numbers of that size."""
+LOW = -16.0
+"""A reference that scores near 0 are close enough to: relative to lower ones they lose digits."""
 
 
 TILES_AT_ONCE = 4
@@ -238,6 +240,12 @@ def slack(cta: Cta) -> float:
     """Return how far (as a power of 2) a score may pass its reference."""
     is_hooked = cta.hooks.variant.logits_transform is not None
     return min(SLACK[cta.dtype], HOOKED_SLACK) if is_hooked else SLACK[cta.dtype]
+
+
+def has_below(cta: Cta, low: float) -> Expr:
+    """Whether one of the lane's rows has a reference of at most `low`."""
+    some = (cta.registers.reference[i] <= f32(low) for i in range(cta.rows))
+    return reduce(tirx.Or, some)
 
 
 @T.inline

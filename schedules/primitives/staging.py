@@ -236,6 +236,10 @@ class Copy:
         """Of a place."""
         return "int64"
 
+    def room(self) -> Any:
+        """Allocate registers for where the rows are that this thread copies chunks of."""
+        return T.alloc_local((self.turns,), self.place_dtype)
+
     def is_there(self, place: Expr) -> Expr:
         """Whether a place is that of a row."""
         return T.Cast("int32", T.shift_right(place, T.int64(32))) != -1
@@ -270,7 +274,7 @@ def copy_found(copy, places, share, shares):
 @T.inline
 def copy_rows(copy):
     """Begin to copy rows: all addresses are known before the first copy begins."""
-    places = T.alloc_local((copy.turns,), copy.place_dtype)
+    places = T.meta_var(copy.room())
     find_rows(copy, places)
     copy_found(copy, places, 0, 1)
 

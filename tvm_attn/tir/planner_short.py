@@ -200,7 +200,7 @@ def short_planner(
     *extra_params                            what `kv_bounds` and `bitmaps` read
     terms                [TERM_WORDS]        see `tvm_attn.worklist.Term`
     shares               [any, SHARE_WORDS]  see `Share`: the families that may take a batch
-    parts                [splits]            ) the estimate's, see `sharing_planner`; costs are
+    parts                [splits]            ) the estimate's, see `planner_shares`; costs are
     costs                [any, len(Cost)]    ) float32, those of each family for 0 fused rows, then
     rates                [families, any]     ) for 1, and so on
     scratch              [scratch_words]     see `tvm_attn.runtime.sizes`

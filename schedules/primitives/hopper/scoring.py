@@ -24,14 +24,13 @@ from tvm_attn.schedules.primitives.folded import (
 )
 from tvm_attn.schedules.primitives.fragments import any_lane
 from tvm_attn.schedules.primitives.hopper.softmax import (
-    has_low,
     lift_references,
     move_references,
     relate,
     weigh,
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import hold
-from tvm_attn.schedules.primitives.scores import hide, logits, slack
+from tvm_attn.schedules.primitives.scores import LOW, has_below, hide, logits, slack
 from tvm_attn.schedules.primitives.task import Task, at_hand
 from tvm_attn.variant import Expr
 
@@ -98,7 +97,7 @@ def leaves_reach(fold: Fold, has_empty: Expr) -> Expr:
     """Whether a product of the block is beyond what a fold is good for, or a reference too low."""
     cta, reference = fold.cta, fold.cta.registers.reference
     some = elements(cta, 0, cta.key_tiles)
-    is_far = tirx.Or(has_empty, has_low(cta)) if lifts(cta) else has_empty
+    is_far = tirx.Or(has_empty, has_below(cta, LOW)) if lifts(cta) else has_empty
     return any_lane(fold.reaches(some, (reference[0], reference[1]), slack(cta), is_far))
 
 

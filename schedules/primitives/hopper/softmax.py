@@ -34,7 +34,7 @@ from tvm_attn.schedules.primitives.fragments import (
     pack,
 )
 from tvm_attn.schedules.primitives.hopper.wgmma import hold
-from tvm_attn.schedules.primitives.scores import slack
+from tvm_attn.schedules.primitives.scores import LOW, has_below, slack
 from tvm_attn.schedules.primitives.shapes import COLUMNS
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
@@ -172,16 +172,11 @@ def move_references(cta, group, begin, end):
     carry_over(cta, group, begin, end)
 
 
-def has_low(cta: Cta) -> Expr:
-    """Whether a reference of the lane's rows is so low that relative scores may lose digits."""
-    return tirx.Or(*(cta.registers.reference[i] < f32(-ORDINARY) for i in range(HALVES)))
-
-
 @T.inline
 def lift_references(cta, group, factor):
     """Move low references to the largest scores of a block while these are not relative yet."""
     r = T.meta_var(cta.registers)
-    if any_lane(has_low(cta)):
+    if any_lane(has_below(cta, LOW)):
         find_tops(cta, 0, cta.key_tiles)
         for i in T.unroll(HALVES):
             r.top[i] = r.top[i] * factor - r.reference[i]
