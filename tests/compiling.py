@@ -26,6 +26,8 @@ PRODUCT = re.compile(r"mma_sync_\w+\((.*)\);")
 ARRAY = re.compile(r"^\s+(?:alignas\(\d+\) )?[\w ]+? (\w+)\[(\d+)\];", re.MULTILINE)
 """The declaration of an array in registers."""
 SUMS, OPERANDS = 4, 6
+SERIALISED = "C75"
+"""In the assembler's report: multiplications of a warpgroup wait for each other."""
 SLOWEST_LAST = ("short", "wide", "decode", "draft", "long")
 """Families of query tiles, by the time that a kernel takes to be compiled."""
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
@@ -67,6 +69,8 @@ class Kernel:
                 if beyond := beyond_arrays(source):
                     return Outcome(self, tile, compiler.kind, error=f"{beyond} is out of bounds")
                 done = cuda.compile_source(compiler, "attention", source, arch)
+                if SERIALISED in done.report:
+                    return Outcome(self, tile, compiler.kind, error="wgmma is serialised")
                 [used] = cuda.measure(generated[tile], done.report, arch).values()
                 outcome = Outcome(self, tile, compiler.kind, used)
             except CompileError as error:
@@ -103,7 +107,7 @@ class Kernel:
 
     def __str__(self) -> str:
         """Return a line that names it."""
-        return f"{self.configuration} {self.family}"
+        return f"{self.configuration} {self.tiles[0].schedule} {self.family}"
 
 
 def unwritten_operands(source: str) -> set[str]:

@@ -28,7 +28,6 @@ DTYPES = (
     *(("float16", "float8_e5m2"), ("bfloat16", "float8_e5m2")),
 )
 """Of queries and of keys and values."""
-SCHEDULES = ("sm80",)
 HEADS = 2
 """KV heads of the specs; any number of them shares a kernel."""
 
@@ -83,7 +82,7 @@ VARIANTS: dict[str, Callable[[AttentionSpec], AttentionVariant]] = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One kernel to compile.
+    """One `build` to compile: kernels of all schedules that serve it.
 
     Parameters
     ----------
@@ -101,8 +100,6 @@ class Configuration:
         Of K and V.
     paged : bool
         Or ragged.
-    schedule : str
-        The backend.
     """
 
     arch: str
@@ -112,7 +109,6 @@ class Configuration:
     variant: str
     layout: str = "NHD"
     paged: bool = True
-    schedule: str = SCHEDULES[0]
 
     @property
     def target(self) -> str:
@@ -141,10 +137,7 @@ class Configuration:
         dims = "x".join(map(str, dict.fromkeys(self.dims)))
         dtypes = "-".join(dict.fromkeys(self.dtypes))
         kv = "paged" if self.paged else "ragged"
-        return (
-            f"{self.arch} {self.schedule} {self.variant} d{dims} {dtypes} g{self.group} "
-            f"{self.layout} {kv}"
-        )
+        return f"{self.arch} {self.variant} d{dims} {dtypes} g{self.group} {self.layout} {kv}"
 
 
 @functools.cache
@@ -172,7 +165,6 @@ def sample() -> tuple[Configuration, ...]:
             "variant": tuple(VARIANTS),
             "layout": ("NHD", "HND"),
             "paged": (True, False),
-            "schedule": SCHEDULES,
         }
     )
     others = 0
