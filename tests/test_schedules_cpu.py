@@ -124,11 +124,12 @@ PREFILL = ([40, 3, 1, 9], [70, 3, 0, 5])
     ("fields", "index", "vector", "lens"),
     [
         ({"group": 2}, 0, "dims", DECODE),
-        ({"group": 5, "dim": 48, "dim_vo": 112, "kv_layout": "HND"}, 0, "dims", DECODE),
+        ({"group": 2, "dim": 48, "dim_vo": 112, "kv_layout": "HND"}, 0, "dims", DECODE),
         ({"group": 1, "kv_dtype": "float8_e4m3fn", "page_size": None}, 0, "dims", DECODE),
         ({"group": 20, "dim_vo": 16}, 0, "rows", DECODE),
         ({"group": 1, "dim": 16, "dim_vo": 48, "page_size": None}, 1, "rows", PREFILL),
         ({"group": 3, "kv_dtype": "float8_e5m2", "kv_layout": "HND"}, 1, "rows", PREFILL),
+        ({"group": 5, "dim": 48, "dim_vo": 112, "kv_layout": "HND"}, 1, "rows", PREFILL),
     ],
 )
 def test_a_mapping_computes_what_is_defined(
