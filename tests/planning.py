@@ -25,7 +25,7 @@ Ints = np.ndarray
 
 
 def compile_function(function: Any) -> Callable[..., None]:
-    with tvm.transform.PassContext(config=BRANCHING):
+    with tvm.transform.PassContext(**BRANCHING):
         executable = tvm.compile(function, target=portable_host().to_tvm())
     assert "AllocWorkspace" not in executable.mod.inspect_source(), "a variable is on the heap"
     return executable[function.attrs["global_symbol"]]
