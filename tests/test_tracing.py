@@ -15,6 +15,7 @@ from tvm_attn._tracing import _Parser
 from tvm_attn.schedules import sm90
 from tvm_attn.tir import planner_greedy
 from tvm_attn.tir.planner import batch_planner, work_planner
+from tvm_attn.tir.planner_lists import ListMaker
 
 
 @T.inline
@@ -87,5 +88,8 @@ def test_sources_are_parsed_alike(module: Any) -> None:
 
 def test_functions_can_be_traced_again() -> None:
     """Their inline functions, and those within them, are parsed once."""
-    work = [str(work_planner(lambda *_: (T.int32(0), T.int32(9)), [])) for _ in range(2)]
+    work = [
+        [str(function) for function in maker.beside({"plan_work": work_planner(maker)}).values()]
+        for maker in (ListMaker(lambda *_: (T.int32(0), T.int32(9))) for _ in range(2))
+    ]
     assert work[0] == work[1]
