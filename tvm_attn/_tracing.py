@@ -14,6 +14,8 @@ from types import FunctionType
 from typing import Any
 
 NOWHERE = contextlib.nullcontext()
+PLACES = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+"""Fields of a node that say where it is."""
 INLINE = ("tir.inline", "FunctionDef")
 """What the parser has a visitor for: inline functions within others."""
 
@@ -27,6 +29,9 @@ def speed_up_tracing() -> None:
     from tvm.script.parser.core import diagnostics, dispatch, doc, evaluator
     from tvm.script.parser.core.parser import Parser, ScriptMacro
 
+    inspect.getmodule(
+        speed_up_tracing.__code__
+    )  # looks at all modules' files, here and not in forks
     Parser.eval_expr = _Interpreter(doc, evaluator, ScriptMacro.parser_object_name).method()
     Parser.with_source_span = lambda _, node: NOWHERE
     Parser.annotate_current_source_span = lambda _, value: value
@@ -94,8 +99,23 @@ class _Parser:
         own = self._doc._get_registry_entry(kind.__name__, "to_doc")
         if not hasattr(own, "doc_cls"):
             return self._doc.to_doc  # type: ignore[no-any-return]
-        made, fields, convert = own.doc_cls, tuple(own.fields), self._convert
-        return lambda node: made(**{field: convert(getattr(node, field, None)) for field in fields})
+        made, convert = own.doc_cls, self._convert
+        if not own.fields:
+            alike = made()
+            return lambda _: alike
+        places = [field for field in own.fields if field in PLACES]
+        fields = [field for field in own.fields if field not in PLACES]
+
+        def convert_fields(node: Any) -> Any:
+            given, converted = vars(node), made.__new__(made)
+            held = vars(converted)
+            for field in places:
+                held[field] = given.get(field)
+            for field in fields:
+                held[field] = convert(given.get(field))
+            return converted
+
+        return convert_fields
 
 
 def _find_parser(name: str) -> object:
