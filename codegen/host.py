@@ -15,8 +15,15 @@ from tvm_attn.codegen.vector_math import vectorize_math
 from tvm_attn.errors import CompileError
 from tvm_attn.target import BuildTarget
 
-BRANCHING = {"tirx.disable_storage_rewrite": True}
-"""For functions with variables in branches, which that pass loses track of: LLVM does its work."""
+BRANCHING = {
+    "config": {"tirx.disable_storage_rewrite": True},
+    "disabled_pass": ["s_tir.CompactBufferAllocation", "s_tir.StmtSimplify", "tirx.RemoveNoOp"],
+}
+"""Options of TVM's passes for planners, which are branches and loops over arrays that are given.
+
+The first pass loses track of variables in branches; the others take most of the time, and leave
+nothing out that LLVM does not.
+"""
 LINKERS = ("cc", "gcc", "clang", "ld")
 
 
@@ -37,18 +44,18 @@ class HostCode:
 
 
 def compile_host(
-    functions: Mapping[str, Any], target: BuildTarget, config: Mapping[str, Any] | None = None
+    functions: Mapping[Any, Any], target: BuildTarget, options: Mapping[str, Any] | None = None
 ) -> HostCode:
     """Compile TIR functions for a CPU.
 
     Parameters
     ----------
-    functions : mapping of str to tvm.tirx.PrimFunc
-        Functions by symbol.
+    functions : mapping of (str or tvm.ir.GlobalVar) to tvm.tirx.PrimFunc
+        Functions by symbol, and private ones by the variable that those call them by.
     target : BuildTarget
         An ``llvm`` target.
-    config : mapping, optional
-        Of TVM's passes.
+    options : mapping, optional
+        Of TVM's passes, as ``PassContext`` takes them.
 
     Raises
     ------
@@ -58,15 +65,16 @@ def compile_host(
     tvm = _compat.import_tvm()
     from tvm_attn.codegen.checks import check_what_is_given
 
-    module = tvm.IRModule(
-        {name: f.with_attr("global_symbol", name) for name, f in functions.items()}
-    )
+    named = {
+        name: f.with_attr("global_symbol", name) if isinstance(name, str) else f
+        for name, f in functions.items()
+    }
     try:
-        with tvm.transform.PassContext(config=dict(config or {})):
-            lowered = _compat.lower_host(vectorize_math(module), target.to_tvm())
+        with tvm.transform.PassContext(**(options or {})):
+            lowered = _compat.lower_host(vectorize_math(tvm.IRModule(named)), target.to_tvm())
             code = _compat.generate_code(check_what_is_given(lowered), target.to_tvm())
     except Exception as error:
-        names = ", ".join(functions)
+        names = ", ".join(map(str, functions))
         raise CompileError(f"TVM cannot compile {names} for {target}: {error}") from error
     return HostCode(link([object_code(code)]), code.inspect_source("ll"))
 

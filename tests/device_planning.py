@@ -24,6 +24,7 @@ from tvm_attn.runtime.short import RowBytes
 from tvm_attn.runtime.workspace import PlanLimits, family_counts
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.planner import batch_planner, work_planner
+from tvm_attn.tir.planner_lists import ListMaker
 from tvm_attn.tir.planner_short import short_planner
 
 DECODE, SHORT, LONG = (
@@ -56,12 +57,14 @@ def plan_batch(paged: bool) -> Callable[..., None]:
 
 @cache
 def plan_short(mask: str, paged: bool) -> Callable[..., None]:
-    return compile_function(short_planner(paged, *bounds(mask)))
+    maker = ListMaker(*bounds(mask))
+    return compile_function(short_planner(paged, maker), maker)
 
 
 @cache
 def plan_work(mask: str) -> Callable[..., None]:
-    return compile_function(work_planner(*bounds(mask)))
+    maker = ListMaker(*bounds(mask))
+    return compile_function(work_planner(maker), maker)
 
 
 @cache

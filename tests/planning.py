@@ -17,6 +17,7 @@ from tvm_attn.codegen.host import BRANCHING
 from tvm_attn.runtime import sizes
 from tvm_attn.target import portable_host
 from tvm_attn.tir.planner import work_planner
+from tvm_attn.tir.planner_lists import ListMaker
 from tvm_attn.tir.planner_units import MIN_PIECE
 from tvm_attn.worklist import HEADER_WORDS, Header, Item, Merge, Status
 
@@ -24,9 +25,11 @@ UNTOUCHED = -77777
 Ints = np.ndarray
 
 
-def compile_function(function: Any) -> Callable[..., None]:
-    with tvm.transform.PassContext(config=BRANCHING):
-        executable = tvm.compile(function, target=portable_host().to_tvm())
+def compile_function(function: Any, maker: ListMaker | None = None) -> Callable[..., None]:
+    functions = {function.attrs["global_symbol"]: function}
+    module = tvm.IRModule(maker.beside(functions) if maker else functions)
+    with tvm.transform.PassContext(**BRANCHING):
+        executable = tvm.compile(module, target=portable_host().to_tvm())
     assert "AllocWorkspace" not in executable.mod.inspect_source(), "a variable is on the heap"
     return executable[function.attrs["global_symbol"]]
 
@@ -42,7 +45,8 @@ def plan_work(mask: str) -> Callable[..., None]:
         "causal": (lambda request, qo_len, kv_len, q_lo, q_hi: (None, q_hi + 1), ()),
         "window": (lambda request, qo_len, kv_len, q_lo, q_hi: (q_lo - left, q_hi + 1), (left,)),
     }[mask]
-    return compile_function(work_planner(bounds, extra))
+    maker = ListMaker(bounds, extra)
+    return compile_function(work_planner(maker), maker)
 
 
 def ints(values: Any) -> Ints:

@@ -18,6 +18,7 @@ from tvm_attn.spec import Param
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.planner import work_planner
 from tvm_attn.tir.planner_bitmaps import Bitmaps
+from tvm_attn.tir.planner_lists import ListMaker
 from tvm_attn.tir.visibility import clear_bits_hide
 from tvm_attn.variant import AttentionVariant
 from tvm_attn.worklist import (
@@ -50,7 +51,8 @@ MASKS: dict[str, Callable[[Any, Any], Any]] = {
 def planner() -> Callable[..., None]:
     hooks = Hooks(variants.custom_mask())
     extra = hooks.parameters(at="plan")
-    return compile_function(work_planner(hooks.key_positions, extra, Bitmaps.of(hooks)))
+    maker = ListMaker(hooks.key_positions, extra, Bitmaps.of(hooks))
+    return compile_function(work_planner(maker), maker)
 
 
 def plan(masks: list[Mask], block: int) -> list[list[int]]:

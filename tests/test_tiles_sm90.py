@@ -8,6 +8,8 @@ import pytest
 
 from tests.generating import generate_kernel
 from tvm_attn import pipeline, variants
+from tvm_attn.codegen import cuda
+from tvm_attn.codegen.compilers import Compiled, CudaCompiler
 from tvm_attn.errors import TargetError
 from tvm_attn.schedules import families
 from tvm_attn.schedules.families import query_tiles
@@ -20,7 +22,7 @@ from tvm_attn.schedules.tiles_sm90 import (
 )
 from tvm_attn.shipped import VARIANTS
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import parse_target
+from tvm_attn.target import Arch, parse_target
 from tvm_attn.variant import AttentionVariant
 
 HOPPER = parse_target("cuda -arch=sm_90")
@@ -191,6 +193,13 @@ def test_the_table_says_how_keys_are_copied(page_size: int | None, copies: str) 
     assert table.rows[0][table.columns.index("keys are copied in")] == copies
 
 
+REPORT = """\
+ptxas info    : Compiling entry function '{}' for '{}'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers
+"""
+
+
 @pytest.fixture
 def only_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build kernels of long requests alone, unknown to other builds: they tell what is asked."""
@@ -199,7 +208,18 @@ def only_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "request_key", lambda *_: None)
 
 
-@pytest.mark.usefixtures("only_long")
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what CUDA compilers make without them: the sample of shipped kernels compiles."""
+
+    def compile_source(_: CudaCompiler, name: str, source: str, arch: Arch) -> Compiled:
+        return Compiled(b"no code", "", REPORT.format(f"{name}_kernel", arch.code))
+
+    monkeypatch.setattr(cuda, "compile_source", compile_source)
+    monkeypatch.setattr(cuda, "require_compiler", lambda: None)
+
+
+@pytest.mark.usefixtures("only_long", "no_compiler")
 @pytest.mark.parametrize(
     ("fields", "schedule", "said"),
     [

@@ -1,4 +1,4 @@
-"""Tracing: TVMScript's parser compiles no expression whose parts are names and constants."""
+"""Tracing: what is done in place of TVMScript's parser gives the same."""
 
 from __future__ import annotations
 
@@ -8,36 +8,63 @@ from typing import Any
 import pytest
 from tvm.script import tirx as T
 from tvm.script.parser.core import doc, evaluator
-from tvm.script.parser.core.parser import ScriptMacro
+from tvm.script.parser.core.parser import Parser, ScriptMacro
 
 from tests.cuda_kernels import staged_sum
 from tvm_attn._tracing import _Parser
 from tvm_attn.schedules import sm90
 from tvm_attn.tir import planner_greedy
 from tvm_attn.tir.planner import batch_planner, work_planner
+from tvm_attn.tir.planner_lists import ListMaker
 
 
-def test_simple_expressions_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    def noting(tree: Any, filename: str, mode: str) -> Any:
-        if mode == "eval":
-            compiled.append(type(tree.body).__name__)
-        return compile(tree, filename=filename, mode=mode)
-
-    monkeypatch.setattr(evaluator, "compile", noting, raising=False)
-    made = [str(batch_planner(True)), str(staged_sum())]
-    assert not {"Name", "Constant", "Attribute", "Subscript"} & set(compiled)
-    few = len(compiled)
-    monkeypatch.setattr(evaluator, "_eval_expr", _compiling_all)
-    assert [str(batch_planner(True)), str(staged_sum())] == made
-    assert len(compiled) > 10 * few, "what is compared with compiles all of them"
+@T.inline
+def everything(buffer: Any, table: Any, at: Any) -> None:
+    """An expression of each kind that is evaluated node by node."""
+    first, *_ = T.meta_var([*table, 7])
+    buffer[0] = T.max(*[first, at]) + len((first, *table))
+    buffer[1] = -at % 3 if len(table) == 2 else 0
+    buffer[2] = T.if_then_else(at > 1 and not at == 4, table[at - at + 0 if False else 0], 2)
+    buffer[3] = (lambda a, b=1: a * b)(at, **dict(b=first)) if at == 1 or at == 3 else 0
+    if 0 <= at <= 5:
+        buffer[4] = T.Select(at != 2, buffer[at], {"one": 1}["one"])
 
 
-def _compiling_all(node: Any, values: dict[str, Any]) -> Any:
-    tree = evaluator.ast.Expression(body=evaluator.doc.from_doc(node))
-    code = evaluator.compile(evaluator.ast.fix_missing_locations(tree), filename="<>", mode="eval")
-    return eval(code, values)
+def of_each_kind() -> Any:
+    @T.prim_func(s_tir=True, check_well_formed=False)
+    def function(buffer_h: T.handle, at: T.int32) -> None:
+        buffer = T.match_buffer(buffer_h, (8,), "int32")
+        with T.sblock("root"):
+            T.reads(buffer[0:8])
+            T.writes(buffer[0:8])
+            everything(buffer, (3, 5), at)
+
+    return function
+
+
+def test_expressions_are_evaluated_as_the_parser_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[str]:
+        return [str(function) for function in (of_each_kind(), batch_planner(True), staged_sum())]
+
+    slow: list[str] = []
+    evaluate = evaluator.ExprEvaluator.eval
+
+    def noting(parser: Any, values: dict[str, Any], node: Any) -> Any:
+        slow.append(type(node).__name__)
+        return evaluate(parser, values, node)
+
+    monkeypatch.setattr(evaluator.ExprEvaluator, "eval", noting)
+    fast = made()
+    assert not {"Attribute", "BinOp", "BoolOp", "Compare"} & set(slow)
+    few = len(slow)
+    monkeypatch.setattr(Parser, "eval_expr", _as_the_parser_does)
+    assert made() == fast
+    assert len(slow) > 10 * few, "what is compared with leaves all of them to the parser"
+
+
+def _as_the_parser_does(parser: Any, node: Any, extra: dict[str, Any] | None = None) -> Any:
+    values = {**parser.var_table.get(), **(extra or {}), ScriptMacro.parser_object_name: parser}
+    return evaluator.ExprEvaluator.eval(parser, values, node)
 
 
 def test_an_inline_function_needs_a_function_around_it() -> None:
@@ -61,5 +88,8 @@ def test_sources_are_parsed_alike(module: Any) -> None:
 
 def test_functions_can_be_traced_again() -> None:
     """Their inline functions, and those within them, are parsed once."""
-    work = [str(work_planner(lambda *_: (T.int32(0), T.int32(9)), [])) for _ in range(2)]
+    work = [
+        [str(function) for function in maker.beside({"plan_work": work_planner(maker)}).values()]
+        for maker in (ListMaker(lambda *_: (T.int32(0), T.int32(9))) for _ in range(2))
+    ]
     assert work[0] == work[1]

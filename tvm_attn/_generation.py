@@ -85,15 +85,16 @@ def generate_planner(spec: AttentionSpec, hooks: Any) -> Artifact:
     from tvm_attn.codegen.host import BRANCHING, compile_host
     from tvm_attn.tir.planner import batch_planner, work_planner
     from tvm_attn.tir.planner_bitmaps import Bitmaps
+    from tvm_attn.tir.planner_lists import ListMaker
     from tvm_attn.tir.planner_short import short_planner
 
-    given = (hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks))
+    maker = ListMaker(hooks.key_positions, hooks.parameters(at="plan"), Bitmaps.of(hooks))
     functions = {
-        "plan_short": short_planner(spec.is_paged, *given),
+        "plan_short": short_planner(spec.is_paged, maker),
         "plan_batch": batch_planner(spec.is_paged),
-        "plan_work": work_planner(*given),
+        "plan_work": work_planner(maker),
     }
-    host = compile_host(functions, portable_host(), BRANCHING)
+    host = compile_host(maker.beside(functions), portable_host(), BRANCHING)
     return Artifact({"name": PLANNER}, {PLANNER: host.library}, {"source.ll": host.source})
 
 

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-MISSING = object()
+NOWHERE = contextlib.nullcontext()
+PLACES = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+"""Fields of a node that say where it is."""
 INLINE = ("tir.inline", "FunctionDef")
 """What the parser has a visitor for: inline functions within others."""
 
 
 def speed_up_tracing() -> None:
-    """Replace functions of TVMScript's parser by faster ones that do the same."""
+    """Replace functions of TVMScript's parser by faster ones that do the same.
+
+    They leave out where in the source each node of a function comes from, which only messages of
+    TVM's passes would name.
+    """
     from tvm.script.parser.core import diagnostics, dispatch, doc, evaluator
-    from tvm.script.parser.core.parser import ScriptMacro
+    from tvm.script.parser.core.parser import Parser, ScriptMacro
 
-    slow = evaluator._eval_expr
-    simple = _Evaluator(evaluator.doc)
-
-    def evaluate(node: Any, values: dict[str, Any] | None) -> Any:
-        found = MISSING if values is None else simple.evaluate(node, values)
-        return slow(node, values) if found is MISSING else found
-
+    inspect.getmodule(
+        speed_up_tracing.__code__
+    )  # looks at all modules' files, here and not in forks
+    Parser.eval_expr = _Interpreter(doc, evaluator, ScriptMacro.parser_object_name).method()
+    Parser.with_source_span = lambda _, node: NOWHERE
+    Parser.annotate_current_source_span = lambda _, value: value
+    evaluator._eval_assign = _assigner(evaluator._eval_assign, doc)
     ScriptMacro._find_parser_def = lambda _: _find_parser(ScriptMacro.parser_object_name)
-    evaluator._eval_expr = evaluate
-    evaluator.ExprEvaluator._visit = _visitor(evaluator.ExprEvaluator._visit, evaluator.doc)
     parse = _Parser(doc).parse
     diagnostics.Source.as_ast = lambda source: parse(source.source)
     definition = functools.cache(lambda source, name: _definition(parse(source), doc, name))
@@ -53,23 +60,13 @@ def _leaving_nodes_alone(visit: Callable[..., None]) -> Callable[..., None]:
     return visit_copy
 
 
-def _visitor(slow: Callable[..., Any], doc: Any) -> Callable[..., Any]:
-    """Return a function that finds what stands for a node while an expression is evaluated.
+def _assigner(slow: Callable[..., Any], doc: Any) -> Callable[..., Any]:
+    """Return a function that finds what each name of a target is bound to."""
 
-    Names and constants, most of all nodes, stand for themselves: nothing is built that would need
-    to know where it comes from.
-    """
-    alike = (doc.expr_context, doc.operator, doc.boolop, doc.unaryop, doc.cmpop)
-    kinds = [kind for kind in vars(doc).values() if isinstance(kind, type)]
-    leaves = {doc.Constant, *(kind for kind in kinds if issubclass(kind, alike))}
+    def assign(target: Any, source: Any) -> Any:
+        return {target.id: source} if type(target) is doc.Name else slow(target, source)
 
-    def visit(self: Any, node: Any) -> Any:
-        kind = type(node)
-        if kind in leaves or (kind is doc.Name and node.id in self.value_table):
-            return node
-        return [visit(self, one) for one in node] if kind is list else slow(self, node)
-
-    return visit
+    return assign
 
 
 class _Parser:
@@ -102,8 +99,23 @@ class _Parser:
         own = self._doc._get_registry_entry(kind.__name__, "to_doc")
         if not hasattr(own, "doc_cls"):
             return self._doc.to_doc  # type: ignore[no-any-return]
-        made, fields, convert = own.doc_cls, tuple(own.fields), self._convert
-        return lambda node: made(**{field: convert(getattr(node, field, None)) for field in fields})
+        made, convert = own.doc_cls, self._convert
+        if not own.fields:
+            alike = made()
+            return lambda _: alike
+        places = [field for field in own.fields if field in PLACES]
+        fields = [field for field in own.fields if field not in PLACES]
+
+        def convert_fields(node: Any) -> Any:
+            given, converted = vars(node), made.__new__(made)
+            held = vars(converted)
+            for field in places:
+                held[field] = given.get(field)
+            for field in fields:
+                held[field] = convert(given.get(field))
+            return converted
+
+        return convert_fields
 
 
 def _find_parser(name: str) -> object:
@@ -117,37 +129,128 @@ def _find_parser(name: str) -> object:
     raise RuntimeError("an inline function was called outside of a TVMScript function")
 
 
-class _Evaluator:
-    """Evaluates nodes whose parts are names and constants, as nearly all are, without compiling."""
+class _Interpreter:
+    """Evaluates expressions node by node, where the parser compiles each node by itself.
 
-    def __init__(self, doc: Any):
-        self._doc = doc
+    Some kinds of nodes, such as lambdas, and slices are left to the parser.
+    """
 
-    def evaluate(self, node: Any, values: dict[str, Any]) -> Any:
-        """Return the value of a node, or `MISSING`: it has to be compiled."""
-        doc, kind = self._doc, type(node)
-        if kind is doc.Call:
-            return self._call(node, values)
-        if kind is doc.Attribute:
-            owner = self._atom(node.value, values)
-            return MISSING if owner is MISSING else getattr(owner, node.attr)
-        if kind is doc.Subscript:
-            owner, index = self._atom(node.value, values), self._atom(node.slice, values)
-            return MISSING if owner is MISSING or index is MISSING else owner[index]
-        return self._atom(node, values)
+    def __init__(self, doc: Any, evaluator: Any, marker: str):
+        self._evaluator = evaluator
+        self._marker = marker
+        self._and = doc.And()
+        self._starred = doc.Starred
+        self._stops = {doc.And: False, doc.Or: True}
+        self._subscript_kind, self._sliced = doc.Subscript, (doc.Slice, doc.Tuple)
+        self._ways: dict[type, Callable[[Any, Any], Any]] = {
+            doc.Name: self._name,
+            doc.Constant: lambda _, node: node.value,
+            doc.Attribute: lambda parser, node: getattr(self.value(parser, node.value), node.attr),
+            doc.Subscript: self._subscript,
+            doc.Call: self._call,
+            doc.Tuple: lambda parser, node: tuple(self._several(parser, node.elts)),
+            doc.List: lambda parser, node: self._several(parser, node.elts),
+            doc.BinOp: self._binary,
+            doc.UnaryOp: self._unary,
+            doc.Compare: self._compare,
+            doc.BoolOp: self._both_or_either,
+            doc.IfExp: self._choice,
+        }
 
-    def _atom(self, node: Any, values: dict[str, Any]) -> Any:
-        if type(node) is self._doc.Name:
-            return values.get(node.id, MISSING)
-        return node.value if type(node) is self._doc.Constant else MISSING
+    def method(self) -> Callable[..., Any]:
+        """Return what stands for the parser's method."""
 
-    def _call(self, node: Any, values: dict[str, Any]) -> Any:
-        args = [self._atom(arg, values) for arg in (node.func, *node.args)]
-        named = {word.arg: self._atom(word.value, values) for word in node.keywords}
-        if None in named or any(value is MISSING for value in (*args, *named.values())):
-            return MISSING
-        called_with = FunctionType(_called.__code__, values)  # `_find_parser` looks for its globals
-        return called_with(*args, **named)
+        def eval_expr(parser: Any, node: Any, extra_vars: dict[str, Any] | None = None) -> Any:
+            return self._slow(parser, node, extra_vars) if extra_vars else self.value(parser, node)
+
+        return eval_expr
+
+    def value(self, parser: Any, node: Any) -> Any:
+        """Return the value of a node."""
+        return self._ways.get(type(node), self._slow)(parser, node)
+
+    def _slow(self, parser: Any, node: Any, extra: dict[str, Any] | None = None) -> Any:
+        values = {**parser.var_table.get(), **(extra or {}), self._marker: parser}
+        return self._evaluator.ExprEvaluator.eval(parser, values, node)
+
+    def _name(self, parser: Any, node: Any) -> Any:
+        found = parser.var_table.name2value.get(node.id)
+        if found:
+            return found[-1]
+        if hasattr(builtins, node.id):
+            return getattr(builtins, node.id)
+        raise self._evaluator.ParserError(node, f"Undefined variable: {node.id}")
+
+    def _several(self, parser: Any, nodes: Any) -> list[Any]:
+        values = []
+        for node in nodes:
+            if type(node) is self._starred:
+                values.extend(self.value(parser, node.value))
+            else:
+                values.append(self.value(parser, node))
+        return values
+
+    def _subscript(self, parser: Any, node: Any) -> Any:
+        if self._has_slice(node):
+            return self._slow(parser, node)
+        owner = self.value(parser, node.value)
+        return owner[self.value(parser, node.slice)]
+
+    def _has_slice(self, node: Any) -> bool:
+        """Whether a node is a subscript with slices, which the parser completes in expressions."""
+        if type(node) is not self._subscript_kind:
+            return False
+        kind, several = self._sliced
+        at = node.slice
+        return type(at) is kind or (type(at) is several and any(type(e) is kind for e in at.elts))
+
+    def _call(self, parser: Any, node: Any) -> Any:
+        if any(map(self._has_slice, node.args)):
+            return self._slow(parser, node)
+        function = self.value(parser, node.func)
+        args = self._several(parser, node.args)
+        named: dict[str, Any] = {}
+        for word in node.keywords:
+            value = self.value(parser, word.value)
+            named.update(value if word.arg is None else {word.arg: value})
+        # `_find_parser` looks for the parser in the globals of who calls
+        return FunctionType(_called.__code__, {self._marker: parser})(function, *args, **named)
+
+    def _binary(self, parser: Any, node: Any) -> Any:
+        if self._has_slice(node.left) or self._has_slice(node.right):
+            return self._slow(parser, node)
+        values = [self.value(parser, node.left), self.value(parser, node.right)]
+        return self._evaluator._eval_op(node.op, values)
+
+    def _unary(self, parser: Any, node: Any) -> Any:
+        if self._has_slice(node.operand):
+            return self._slow(parser, node)
+        return self._evaluator._eval_op(node.op, [self.value(parser, node.operand)])
+
+    def _compare(self, parser: Any, node: Any) -> Any:
+        nodes = [node.left, *node.comparators]
+        if any(map(self._has_slice, nodes)):
+            return self._slow(parser, node)
+        apply, values = self._evaluator._eval_op, [self.value(parser, one) for one in nodes]
+        pairs = itertools.pairwise(values)
+        found = [apply(op, list(pair)) for op, pair in zip(node.ops, pairs, strict=True)]
+        return functools.reduce(lambda left, right: apply(self._and, [left, right]), found)
+
+    def _both_or_either(self, parser: Any, node: Any) -> Any:
+        first, *others = node.values
+        value, stop = self.value(parser, first), self._stops[type(node.op)]
+        for other in others:
+            if value is stop:
+                return value
+            value = self._evaluator._eval_op(node.op, [value, self.value(parser, other)])
+        return value
+
+    def _choice(self, parser: Any, node: Any) -> Any:
+        test = self.value(parser, node.test)
+        if isinstance(test, bool):
+            return self.value(parser, node.body if test else node.orelse)
+        values = [self.value(parser, one) for one in (node.body, node.orelse)]
+        return self._evaluator.tvm.tirx.op.if_then_else(test, *values)
 
 
 def _called(function: Any, /, *args: Any, **named: Any) -> Any:

@@ -6,28 +6,23 @@ one kernel family from that, by the policy of `planner_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_batch import batch_planner
-from tvm_attn.tir.planner_bitmaps import Bitmaps
 from tvm_attn.tir.planner_deal import WorkList
-from tvm_attn.tir.planner_ints import Divisor, bind, reciprocal, smallest, var
-from tvm_attn.tir.planner_policy import Policy, Tables, plan_family, table_words
-from tvm_attn.tir.planner_units import Family, KvBounds, Lengths, Machine
+from tvm_attn.tir.planner_ints import bind, smallest
+from tvm_attn.tir.planner_lists import ListMaker
+from tvm_attn.tir.planner_policy import table_words
+from tvm_attn.tir.planner_units import KvBounds
 from tvm_attn.tir.signature import close_over
 from tvm_attn.worklist import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
 
 __all__ = ["KvBounds", "batch_planner", "work_planner"]
 
 
-def work_planner(
-    kv_bounds: KvBounds | None = None,
-    extra_params: Sequence[Any] = (),
-    bitmaps: Bitmaps | None = None,
-) -> Any:
+def work_planner(maker: ListMaker) -> Any:
     """Return the PrimFunc ``plan_work``: make the work list of one kernel family.
 
     Parameters of the function, in order, arrays int32 and on the host:
@@ -37,7 +32,7 @@ def work_planner(
     kv_len               [>= batch]          )
     q_pos_offset         [>= batch]          )
     kv_pos_offset        [>= batch]          )
-    *extra_params                            what `kv_bounds` and `bitmaps` read
+    *maker.extra_params                      what its bounds and bitmaps read
     batch                scalar              requests
     num_kv_heads         scalar
     tokens_at_once       scalar              0; or units are dealt each to the CTA with least, those
@@ -69,12 +64,8 @@ def work_planner(
 
     Parameters
     ----------
-    kv_bounds : callable, optional
-        Which key positions query positions can see, see `KvBounds`; None is all of them.
-    extra_params : sequence of (Var or Buffer)
-        What `kv_bounds` reads besides its arguments, and `bitmaps`, by closure conversion.
-    bitmaps : Bitmaps, optional
-        Bitmaps of the mask. Their words may be read up to `READ_BEYOND` bytes past the end.
+    maker : ListMaker
+        What makes the list.
 
     Returns
     -------
@@ -127,26 +118,12 @@ def work_planner(
         with T.sblock("plan_work"):
             T.reads()
             T.writes()
-            heads_reciprocal = var(reciprocal(num_kv_heads))
-            block_reciprocal = var(reciprocal(kv_block))
-            group_reciprocal = var(reciprocal(group_size))
-            machine = T.meta_var(
-                Machine(
-                    num_ctas,
-                    Divisor(num_kv_heads, heads_reciprocal),
-                    Divisor(kv_block, block_reciprocal),
-                    overhead,
-                )
-            )
-            family = T.meta_var(
-                Family(Divisor(group_size, group_reciprocal), row_min, row_max, tile_rows)
-            )
-            lengths = T.meta_var(Lengths(batch, qo_indptr, kv_len, q_pos_offset, kv_pos_offset))
+            lengths = T.meta_var((qo_indptr, kv_len, q_pos_offset, kv_pos_offset))
             out = T.meta_var(WorkList(items, cta_indptr, merge_items, merge_indptr))
-            policy = T.meta_var(Policy(fixed_split, tokens_at_once, max_slots))
-            tables = T.meta_var(Tables.carve(scratch, num_ctas))
-            plan_family(
-                tables, lengths, family, machine, policy, kv_bounds, bitmaps, scratch, out, header
+            maker.make(
+                *(lengths, scratch, out, header),
+                *(batch, num_kv_heads, tokens_at_once, num_ctas, group_size, row_min, row_max),
+                *(tile_rows, kv_block, overhead, fixed_split, max_slots),
             )
 
-    return close_over(plan_work, extra_params, before=18, name="plan_work", given=())
+    return close_over(plan_work, maker.extra_params, before=18, name="plan_work", given=())

@@ -5,29 +5,24 @@ That is what batches in decoding are, which are planned for every token: the hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvm_attn.tir.planner_batch import Batch, Derived, derive, has_one_each
-from tvm_attn.tir.planner_bitmaps import Bitmaps
 from tvm_attn.tir.planner_deal import WorkList
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
-    Divisor,
     assign,
     bind,
     carve,
-    reciprocal,
     scalar,
     var,
     wide,
 )
-from tvm_attn.tir.planner_policy import Policy, Tables, plan_family
+from tvm_attn.tir.planner_lists import ListMaker
 from tvm_attn.tir.planner_shares import Batch as Shared
 from tvm_attn.tir.planner_shares import Cost, Split, share
-from tvm_attn.tir.planner_units import Family, KvBounds, Lengths, Machine
 from tvm_attn.tir.signature import close_over
 from tvm_attn.worklist import (
     ALONE,
@@ -149,55 +144,28 @@ def choose(count, shared, split, terms, shares, given, header, choice):
             share(shared, split, block, parts, costs, rates, choice)
 
 
-@T.inline
-def deal_short(batch, derived, asked, kv_bounds, bitmaps, scratch, block, header):
-    """Make the work list that is asked for.
-
-    By terms, the family's `Share` words, a split, a variable and the tables for so many CTAs.
-    """
-    terms, row, split, num_ctas, tables = T.meta_var(asked)
-    heads = var(terms[int(Term.NUM_KV_HEADS)])
-    group = var(terms[int(Term.GROUP_SIZE)])
-    granule = var(row(Share.GRANULE))
-    of_heads = var(reciprocal(heads))
-    of_group = var(reciprocal(group))
-    of_granule = var(reciprocal(granule))
-    assign(num_ctas, row(Share.NUM_CTAS))
-    overhead = var(row(Share.OVERHEAD))
-    machine = T.meta_var(
-        Machine(num_ctas, Divisor(heads, of_heads), Divisor(granule, of_granule), overhead)
+def deal_short(
+    maker: ListMaker, batch: Batch, derived: Derived, terms: Any, row: Any, split: Any, memory: Any
+) -> None:
+    """Make the work list of a family, whose `Share` words `row` has, with a split."""
+    lengths = (derived.qo_indptr, derived.kv_len, derived.q_pos_offset, derived.kv_pos_offset)
+    scratch, block, header = memory
+    maker.make(
+        *(lengths, scratch, place_list(block, row), header, batch.size),
+        *(terms[int(Term.NUM_KV_HEADS)], row(Share.CACHED_TOKENS), row(Share.NUM_CTAS)),
+        *(terms[int(Term.GROUP_SIZE)], 1, terms[int(Term.ROWS)], row(Share.TILE_ROWS)),
+        *(row(Share.GRANULE), row(Share.OVERHEAD), split, row(Share.MAX_SLOTS)),
     )
-    rows = var(terms[int(Term.ROWS)])
-    tile_rows = var(row(Share.TILE_ROWS))
-    family = T.meta_var(Family(Divisor(group, of_group), 1, rows, tile_rows))
-    lengths = T.meta_var(
-        Lengths(
-            batch.size,
-            derived.qo_indptr,
-            derived.kv_len,
-            derived.q_pos_offset,
-            derived.kv_pos_offset,
-        )
-    )
-    fixed_split = var(split)
-    policy = T.meta_var(Policy(fixed_split, row(Share.CACHED_TOKENS), row(Share.MAX_SLOTS)))
-    out = T.meta_var(place_list(block, row))
-    plan_family(tables, lengths, family, machine, policy, kv_bounds, bitmaps, scratch, out, header)
 
 
-def short_planner(
-    paged: bool,
-    kv_bounds: KvBounds | None = None,
-    extra_params: Sequence[Any] = (),
-    bitmaps: Bitmaps | None = None,
-) -> Any:
+def short_planner(paged: bool, maker: ListMaker) -> Any:
     """Return the PrimFunc ``plan_short``: plan a batch whose requests are all short.
 
     Parameters of the function, in order, arrays int32 and on the host unless said:
 
     ===================  ==================  =====================================================
     qo_indptr ... kv_pos_offset              as for `batch_planner`
-    *extra_params                            what `kv_bounds` and `bitmaps` read
+    *maker.extra_params                      what its bounds and bitmaps read
     terms                [TERM_WORDS]        see `tvm_attn.worklist.Term`
     shares               [any, SHARE_WORDS]  see `Share`: the families that may take a batch
     parts                [splits]            ) the estimate's, see `planner_shares`; costs are
@@ -214,7 +182,7 @@ def short_planner(
 
     Parameters
     ----------
-    paged, kv_bounds, extra_params, bitmaps
+    paged, maker
         As for `batch_planner` and `work_planner`.
     """
 
@@ -284,8 +252,6 @@ def short_planner(
             header[int(Header.FAMILY)] = -1
             header[int(Header.NUM_ITEMS)] = 0
             count = var(0)
-            num_ctas = var(0)
-            tables = T.meta_var(Tables.carve(scratch, num_ctas))
             heads = var(terms[int(Term.NUM_KV_HEADS)])
             shared = T.meta_var(Shared.of(derived.kv_len, batch_size, heads))
             split = T.meta_var(Split.carve(scratch, batch_size))
@@ -296,9 +262,9 @@ def short_planner(
                 header[int(Header.FAMILY)] = choice[0]
             row = T.meta_var(lambda word: shares[choice[0], int(word)])
             if count > 0:
-                asked = T.meta_var((terms, row, choice[1], num_ctas, tables))
-                deal_short(batch, derived, asked, kv_bounds, bitmaps, scratch, block, header)
+                memory = T.meta_var((scratch, block, header))
+                deal_short(maker, batch, derived, terms, row, choice[1], memory)
 
     offsets = ("q_pos_offset", "kv_pos_offset")
     given = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len", *offsets)
-    return close_over(plan_short, extra_params, before=8, name="plan_short", given=given)
+    return close_over(plan_short, maker.extra_params, before=8, name="plan_short", given=given)

@@ -102,6 +102,35 @@ def close_over(
     return closed if given is None else takes(closed, *given, *(p.name for p in parameters))
 
 
+def close_privately(function: Any, parameters: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Turn variables a private function uses freely into its last parameters.
+
+    Such a function takes no tensors: of those it is given the data, and the sizes that are free.
+
+    Returns
+    -------
+    function : PrimFunc
+        Closed over `parameters`.
+    arguments : list
+        What a function that has `parameters` too calls it with, for them.
+    """
+    arrays = [p for p in parameters if hasattr(p, "shape")]
+    scalars = [p for p in parameters if not hasattr(p, "shape")]
+    free = (size for array in arrays for size in array.shape if isinstance(size, tirx.Var))
+    sizes = list({id(size): size for size in free}.values())
+    data = [tirx.Var(f"{array.name}_data", array.data.ty) for array in arrays]
+    bound = [tirx.DeclBuffer(a, data=d) for a, d in zip(arrays, data, strict=True)]
+    params = [*function.params, *scalars, *sizes, *data]
+    body = tirx.SeqStmt([*bound, function.body]) if bound else function.body
+    closed = tirx.PrimFunc(params, body, function.ret_type, function.attrs)
+    return _with_plain_names(closed), [*scalars, *sizes, *map(pointer_to, arrays)]
+
+
+def pointer_to(array: Any) -> Any:
+    """Return the address of an array's first element."""
+    return T.address_of(array[(0,) * len(array.shape)])
+
+
 def _with_plain_names(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """Name sblocks as written: every trace of an inline but its first numbers them (``qk_1``)."""
 
