@@ -100,6 +100,7 @@ class DevicePlanner:
                 (Job.OF_HEADS, spec.num_kv_heads),
                 (Job.OF_GRANULE, family.block),
                 (Job.OF_GROUP, spec.group_size),
+                (Job.OF_CTAS, of_family.num_ctas),
             ):
                 row[at : at + 2] = np.array([reciprocal(number)]).view(np.int32)
         [last] = jobs[-1:]

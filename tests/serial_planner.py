@@ -89,21 +89,17 @@ class SerialCta:
         back = self.backward != 0
         return T.Select(back, count - 1 - first, first), T.Select(back, -step, step)
 
-    @property
-    def num_threads(self) -> Any:
-        return self.planners
-
     def own(self, count: Any) -> tuple[Any, Any]:
         return self._numbers(count, 0, 1)
 
+    def behind(self, busy: Any, count: Any) -> tuple[Any, Any]:
+        return self.own(count)
+
+    def last(self, count: Any) -> tuple[Any, Any]:
+        return self.own(count)
+
     def shared(self, count: Any) -> tuple[Any, Any]:
         return self._numbers(count, self.planner, self.planners)
-
-    def lists(self, count: Any, bits: Any) -> tuple[Any, Any]:
-        return self.shared(count)
-
-    def entries(self, count: Any, bits: Any) -> tuple[Any, Any]:
-        return self.own(count)
 
     def is_inside(self, i: Any, count: Any) -> Any:
         return T.And(i >= 0, i < count)

@@ -100,6 +100,19 @@ def test_lengths_may_have_three_digits(kernel: HostKernel, order: Order) -> None
         assert_same(expected, planned(kernel, setting, fmt, order, size).to_host())
 
 
+@pytest.mark.parametrize("far", [1, 2, 32, 33])
+def test_few_lengths_may_be_far_from_the_others(kernel: HostKernel, far: int) -> None:
+    """Costs that differ by more than a digit are sorted by one if few are so large."""
+    setting = Setting(PlanLimits(600, 600, 2**22), max_qo_len=1)
+    rng = np.random.default_rng(far)
+    for size, order in zip((40, 100, 600), Order, strict=True):
+        kv_lens = 64 * rng.integers(0, 60, size)
+        kv_lens[rng.permutation(size)[:far]] = 64 * rng.integers(316, 420, far)
+        fmt = setting.fmt([1] * size, kv_lens, rng)
+        expected = setting.on_host(fmt)
+        assert_same(expected, planned(kernel, setting, fmt, order, size).to_host())
+
+
 @pytest.mark.parametrize("changes", OF_THE_HOST, ids=str)
 def test_what_is_wrong_gives_empty_states(kernel: HostKernel, changes: dict[str, Any]) -> None:
     for order in Order:

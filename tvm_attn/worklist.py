@@ -144,9 +144,10 @@ class Job(IntEnum):
     GRANULE = 12
     OVERHEAD = 13
     ROLE = 14  # a `Role`
-    OF_HEADS = 16  # reciprocals, two words each: of KV heads, of the granule, of the group size
+    OF_HEADS = 16  # reciprocals, two words each: of KV heads, of the granule, of the group size,
     OF_GRANULE = 18
     OF_GROUP = 20
+    OF_CTAS = 22  # and of the number of CTAs
 
 
 class Term(IntEnum):

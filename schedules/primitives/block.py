@@ -30,6 +30,15 @@ __device__ __forceinline__ void wait_until(int* word, int goal) {
   while (*(volatile int*)word - goal < 0) __nanosleep(100);
 }
 """
+COUNT = """
+__device__ __forceinline__ void count_out(int* word) {
+#ifdef __CUDA_ARCH__
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(word) : "memory");
+#else
+  atomicAdd(word, 1);
+#endif
+}
+"""
 RAISE = """
 __device__ __forceinline__ void raise_to(int* word, int value) { atomicMax(word, value); }
 """
@@ -60,6 +69,12 @@ def arrive(cta, counter, is_last):
         T.cuda.thread_fence()
 
 
+def count_out(words: Expr) -> None:
+    """Add 1 to a word of memory; who sees that sees all that was written before by threads met."""
+    call = T.cuda.func_call("count_out", words.ptr_to([0]), source_code=COUNT, return_type="void")
+    T.evaluate(call)
+
+
 @T.inline
 def publish(cta):
     """Have what was written seen by kernels that begin when this one ends, however early."""
@@ -71,9 +86,9 @@ def publish(cta):
 @T.inline
 def leave(cta, counter):
     """Count this CTA out when all it wrote is visible."""
-    publish(cta)
+    cta.meet()
     if cta.thread == 0:
-        T.evaluate(T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1)))
+        count_out(counter)
 
 
 @T.inline
@@ -162,29 +177,23 @@ class Block:
     wait_for_others: Any = wait_for_others
     sort: Any = sort
 
-    @property
-    def num_threads(self) -> Expr:
-        """Threads of all CTAs that do the same."""
-        return self.planners * THREADS
-
     def own(self, count: Expr) -> tuple[Expr, Expr]:
         """Return the first number that a thread visits, and the step to the next."""
         return self.thread, THREADS
 
+    def behind(self, busy: Expr, count: Expr) -> tuple[Expr, Expr]:
+        """Return the same if the warps of so many threads come last."""
+        first = T.bitwise_and(busy + WARP - 1, -WARP)
+        return T.bitwise_and(self.thread - first, THREADS - 1), THREADS
+
+    def last(self, count: Expr) -> tuple[Expr, Expr]:
+        """Return the same if the last thread comes first."""
+        return THREADS - 1 - self.thread, THREADS
+
     def shared(self, count: Expr) -> tuple[Expr, Expr]:
-        """Return the same of what CTAs share, from the last CTA on: the first have more lists."""
-        back = self.planners - 1 - self.planner
-        return back * THREADS + self.thread, self.num_threads
-
-    def lists(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
-        """Return the same of groups of ``2**bits`` threads, of all CTAs."""
-        groups = T.shift_right(THREADS, bits)
-        return self.planner * groups + T.shift_right(self.thread, bits), self.planners * groups
-
-    def entries(self, count: Expr, bits: Expr) -> tuple[Expr, Expr]:
-        """Return the same of the threads of a group."""
-        size = T.shift_left(1, bits)
-        return T.bitwise_and(self.thread, size - 1), size
+        """Return the same of what CTAs share: a warp of each in turn, so that all have a few."""
+        warp = self.warp * self.planners + self.planner
+        return warp * WARP + self.lane, self.planners * THREADS
 
     def is_inside(self, i: Expr, count: Expr) -> Expr:
         """Whether a thread goes on with a number."""

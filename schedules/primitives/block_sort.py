@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.lanes import add_up_lanes, agree_in_warp
 from tvm_attn.schedules.primitives.shapes import WARP
-from tvm_attn.tir.parallel import added
+from tvm_attn.tir.parallel import added, spread
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, high_word, low_word, var, wide
 
 DIGIT_BITS = 8
@@ -35,6 +35,11 @@ def meet_in_warp() -> None:
     T.evaluate(T.cuda.func_call("meet_in_warp", source_code=SYNC, return_type="void"))
 
 
+def digit_of(key: Any, low: Any, shift: Any) -> Any:
+    """Return the digit of a key; it is 0 if the key is below `low`."""
+    return T.bitwise_and(T.shift_right(T.max(high_word(key) - low, 0), shift), BINS - 1)
+
+
 @T.inline
 def visit_keys(cta, keys, first, count, low, shift, visit):
     """Give each key a number among its warp's with that digit: warps have keys in a row."""
@@ -45,7 +50,7 @@ def visit_keys(cta, keys, first, count, low, shift, visit):
         i = var(begin + cta.lane)
         is_there = var(as_bit(i < end))
         key = var(keys[first + T.min(i, end - 1)])
-        digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
+        digit = var(digit_of(key, low, shift))
         alike = var(lanes_alike(T.Select(is_there != 0, digit, -1)))
         before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
         place = var(cta.warp * BINS + digit)
@@ -101,7 +106,7 @@ def sort_few(cta, keys, first, count, low, shift):
     """Sort keys by a digit, each thread one."""
     is_there = var(as_bit(cta.thread < count))
     key = var(keys[first + T.min(cta.thread, count - 1)])
-    digit = var(T.bitwise_and(T.shift_right(high_word(key) - low, shift), BINS - 1))
+    digit = var(digit_of(key, low, shift))
     alike = var(lanes_alike(T.Select(is_there != 0, digit, -1)))
     before = var(count_bits(T.bitwise_and(alike, T.shift_left(1, cta.lane) - 1)))
     place = var(cta.warp * BINS + digit)
@@ -137,15 +142,57 @@ def sort_many(cta, keys, first, spare, count, low, shift):
 
 
 @T.inline
+def count_far(cta, keys, first, count, near, far):
+    """Count keys that are not above `near`."""
+
+    @T.inline
+    def count_key(i):
+        assign(far, far + as_bit(high_word(keys[first + i]) <= near))
+
+    spread(cta, count, count_key)
+    cta.agree([(far, added)])
+
+
+@T.inline
+def sort_far(cta, keys, first, far):
+    """Sort the first keys, a warp's at most: each goes where there are as many before it."""
+    key = var(keys[first + T.min(cta.lane, far - 1)])
+    before = var(0)
+    other = var(0)
+    while other < far:
+        passed = T.meta_var(high_word(keys[first + other]) - as_bit(other < cta.lane))
+        before = before + as_bit(passed < high_word(key))
+        other = other + 1
+    meet_in_warp()
+    if cta.lane < far:
+        keys[first + before] = key
+
+
+@T.inline
 def sort(cta, keys, first, spare, count, low, high):
-    """Sort int64 keys by their upper halves; `first` and `spare` may be swapped on the way."""
-    left = var(high - low)
+    """Sort int64 keys by their upper halves; `first` and `spare` may be swapped on the way.
+
+    If few are far below the others, one digit says where these go; the few are sorted at last.
+    """
+    near = var(low)
+    far = var(0)
+    if high - low >= BINS:
+        near = high - (BINS - 1)
+        count_far(cta, keys, first, count, near, far)
+        if far > WARP:
+            near = low
+            far = 0
+    left = var(high - near)
     shift = var(0)
     while left > 0:
         if count <= cta.threads:
-            sort_few(cta, keys, first, count, low, shift)
+            sort_few(cta, keys, first, count, near, shift)
         else:
-            sort_many(cta, keys, first, spare, count, low, shift)
+            sort_many(cta, keys, first, spare, count, near, shift)
         cta.meet()
         assign(left, T.shift_right(left, DIGIT_BITS))
         assign(shift, shift + DIGIT_BITS)
+    if far > 1:
+        if cta.warp == 0:
+            sort_far(cta, keys, first, far)
+        cta.meet()

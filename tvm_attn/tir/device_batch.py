@@ -7,7 +7,6 @@ row of the output is then an empty state, and nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -172,7 +171,7 @@ def check(cta, batch, num_indices, limits, given, out, kind, note):
     """Check requests, and note what is to know of each, as if all were right.
 
     `kind`, which `note` may raise, is `WRONG` if there is a fault. Threads do not know of one
-    another yet.
+    another yet, and each looks at the whole: by then that is in its cache.
     """
     assign(out.size, batch.size)
     assign(out.fault, T.int64(NO_FAULT))
@@ -185,11 +184,10 @@ def check(cta, batch, num_indices, limits, given, out, kind, note):
             if T.Or(given[0], given[1]):
                 assign(kind, T.max(kind, WRONG * is_any(faults_of_positions(batch, given, b))))
             note(b)
-        else:
-            whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
-            assign(kind, T.max(kind, WRONG * whole))
+        whole = T.meta_var(is_any(faults_of_all(batch, num_indices, limits)))
+        assign(kind, T.max(kind, WRONG * whole))
 
-    spread(cta, batch.size + 1, check_entry)
+    spread(cta, T.max(batch.size, 1), check_entry)
 
 
 @T.inline
@@ -246,60 +244,6 @@ def derive(cta, batch, given, out):
             out.kv_pos_offset[b] = kv_position(batch, given, b)
 
     spread(cta, batch.size + 1, derive_entry)
-
-
-@dataclass(frozen=True)
-class Column:
-    """An array of which each entry is computed where it is read."""
-
-    of: Callable[[Any], Any]
-
-    def __getitem__(self, b: Any) -> Any:
-        """Return an entry."""
-        return self.of(b)
-
-
-@dataclass(frozen=True)
-class GivenLengths:
-    """What `tvm_attn.tir.planner_units.Lengths` has: of a batch as it is given, or replaced."""
-
-    batch: Batch
-    given: tuple[Any, Any]
-    derived: Derived
-
-    def _column(self, derived: Any, of_batch: Callable[[Any], Any]) -> Column:
-        is_right = self.derived.fault == T.int64(NO_FAULT)
-        return Column(lambda b: T.if_then_else(is_right, of_batch(b), derived[b]))
-
-    @property
-    def count(self) -> Any:
-        """Requests."""
-        return self.derived.size
-
-    def qo_len(self, b: Any) -> Any:
-        """Query tokens of a request."""
-        indptr = self.derived.qo_indptr
-        is_right = self.derived.fault == T.int64(NO_FAULT)
-        return T.if_then_else(is_right, self.batch.qo_len(b), indptr[b + 1] - indptr[b])
-
-    @property
-    def kv_len(self) -> Column:
-        """KV tokens of requests."""
-        return self._column(self.derived.kv_len, self.batch.kv_len)
-
-    @property
-    def q_pos_offset(self) -> Column:
-        """Positions of their first queries."""
-        return self._column(
-            self.derived.q_pos_offset, lambda b: q_position(self.batch, self.given, b)
-        )
-
-    @property
-    def kv_pos_offset(self) -> Column:
-        """Positions of their first keys."""
-        return self._column(
-            self.derived.kv_pos_offset, lambda b: kv_position(self.batch, self.given, b)
-        )
 
 
 @T.inline

@@ -10,53 +10,64 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.device_units import Row, find_row, pack, quad
-from tvm_attn.tir.parallel import (
-    each,
-    find_last,
-    largest,
-    spread,
-    spread_lists,
-    spread_shared,
-)
+from tvm_attn.tir.device_units import DeviceMachine, Keys, Row, find_row, pack, quad
+from tvm_attn.tir.parallel import find_last, largest, spread, spread_last, spread_shared
 from tvm_attn.tir.planner_deal import WorkList
 from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, div, low_word, store, var, wide
 from tvm_attn.tir.planner_line import Line, place_boundary, set_boundary
 from tvm_attn.tir.planner_units import MIN_PIECE, Machine
 from tvm_attn.worklist import MERGE_WORDS
 
-ROUNDS = 2
-"""Rounds there and back whose units are looked up at once."""
+
+def bound_snake(table: Keys, machine: DeviceMachine) -> Any:
+    """Return what no CTA passes under `deal_snake`, times CTAs; the longest does if all are alike.
+
+    What one has more than another is less than the longest, since rounds are of ever shorter units.
+    """
+    turns = machine.ctas.ceil_div(table.count * machine.heads.value)
+    longest = wide(table.longest) * wide(machine.num_ctas)
+    is_alike = table.shortest == table.longest
+    return T.if_then_else(is_alike, wide(turns) * longest, table.total + longest)
+
+
+def both(a: Any, b: Any) -> Any:
+    """Return the sum of two costs."""
+    one, other = var(a), var(b)
+    return wide(one + other)
 
 
 @T.inline
 def measure_snake(cta, table, machine, max_load):
-    """Find the load of the longest CTA under `deal_snake`: some rounds there and back at once."""
+    """Find the load of the longest CTA under `deal_snake`, that of one and its mirror at once.
+
+    Threads do not know of one another yet.
+    """
     count = var(table.count * machine.heads.value)
+    turn = var(2 * machine.num_ctas)
+    cost = T.meta_var(lambda unit: table.cost(machine.heads.div(unit)))
+    rest = T.meta_var(lambda unit: T.Select(unit < count, cost(T.min(unit, count - 1)), 0))
 
     @T.inline
     def measure(c):
-        load = var(T.int64(0))
-        unit = var(c)
-        back = var(2 * machine.num_ctas - 1 - c)
-        while unit < count:
-            for _ in T.unroll(ROUNDS):
-                there = var(table.cost(machine.heads.div(T.min(unit, count - 1))))
-                again = var(table.cost(machine.heads.div(T.min(back, count - 1))))
-                load = load + wide(
-                    T.Select(unit < count, there, 0) + T.Select(back < count, again, 0)
-                )
-                unit = unit + 2 * machine.num_ctas
-                back = back + 2 * machine.num_ctas
-        assign(max_load, T.max(max_load, load))
+        near = var(c)
+        far = var(machine.num_ctas - 1 - c)
+        left = var(T.int64(0))
+        right = var(T.int64(0))
+        begin = var(0)
+        while begin + turn <= count:
+            left = left + both(cost(begin + near), cost(begin + turn - 1 - near))
+            right = right + both(cost(begin + far), cost(begin + turn - 1 - far))
+            begin = begin + turn
+        left = left + both(rest(begin + near), rest(begin + turn - 1 - near))
+        right = right + both(rest(begin + far), rest(begin + turn - 1 - far))
+        assign(max_load, T.max(max_load, T.max(left, right)))
 
+    assign(max_load, T.int64(0))
     if table.shortest == table.longest:
-        turns = T.meta_var(ceil_div(count, machine.num_ctas))
+        turns = T.meta_var(machine.ctas.ceil_div(count))
         assign(max_load, wide(turns) * wide(table.longest))
     else:
-        assign(max_load, T.int64(0))
-        spread(cta, machine.num_ctas, measure)
-        cta.agree([(max_load, largest)])
+        spread_last(cta, ceil_div(machine.num_ctas, 2), measure)
 
 
 def first_item(machine: Machine, c: Any, rounds: Any, rest: Any) -> Any:
@@ -69,7 +80,7 @@ def first_item(machine: Machine, c: Any, rounds: Any, rest: Any) -> Any:
 def deal_snake(cta, table, rows, machine, out):
     """Deal the units one to a CTA, longest first, turning back at the last CTA and at the first."""
     count = var(table.count * machine.heads.value)
-    rounds = var(div(count, machine.num_ctas))
+    rounds = var(machine.ctas.div(count))
     rest = var(count - rounds * machine.num_ctas)
 
     @T.inline
@@ -77,9 +88,10 @@ def deal_snake(cta, table, rows, machine, out):
         out.cta_indptr[c] = first_item(machine, c, rounds, rest)
 
     @T.inline
-    def deal(c, turn):
-        place = T.meta_var(T.Select(turn % 2 == 0, c, machine.num_ctas - 1 - c))
-        unit = var(turn * machine.num_ctas + place)
+    def deal(unit):
+        turn = var(machine.ctas.div(unit))
+        place = var(unit - turn * machine.num_ctas)
+        c = var(T.Select(turn % 2 == 0, place, machine.num_ctas - 1 - place))
         rank = var(machine.heads.div(unit))
         head = var(unit - rank * machine.heads.value)
         row = T.meta_var(Row.allocate())
@@ -88,12 +100,7 @@ def deal_snake(cta, table, rows, machine, out):
         row.write(out.items, first_item(machine, c, rounds, rest) + turn, head, 0)
 
     spread_shared(cta, machine.num_ctas + 1, write_first)
-    spread_lists(
-        cta,
-        machine.num_ctas,
-        lambda c: first_item(machine, c + 1, rounds, rest) - first_item(machine, c, rounds, rest),
-        deal,
-    )
+    spread_shared(cta, count, deal)
 
 
 def write_merge(out: WorkList, index: Any, row: Row, head: Any, slot: Any) -> None:
@@ -138,8 +145,23 @@ def close_merges(cta, out, plan, room):
 
 
 @T.inline
+def lay_out(cta, units, machine):
+    """Lay units along a line: where each begins is in the room to spare."""
+    cta.add_up(
+        cta,
+        lambda rank: wide(units.cost(rank)) * wide(machine.heads.value),
+        units.room(units.spare),
+        units.count,
+        [],
+    )
+
+
+@T.inline
 def place_boundaries(cta, line, units, machine, share_of_all):
-    """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for."""
+    """Divide the line, among fewer CTAs if shares would be too short to be worth cutting for.
+
+    Threads do not know of one another's boundaries yet.
+    """
     sums = T.meta_var(units.room(units.spare))
     shares = var(machine.num_ctas)
     share = var(share_of_all)
@@ -167,14 +189,7 @@ def place_boundaries(cta, line, units, machine, share_of_all):
             else:
                 set_boundary(line, c, units.total, units.count, 0, 0)
 
-    cta.add_up(
-        cta,
-        lambda rank: wide(units.cost(rank)) * wide(machine.heads.value),
-        sums,
-        units.count,
-        [],
-    )
-    each(cta, machine.num_ctas + 1, place)
+    spread(cta, machine.num_ctas + 1, place)
 
 
 def count_stretch(line: Line, machine: Machine, c: Any) -> Any:
@@ -187,8 +202,11 @@ def count_stretch(line: Line, machine: Machine, c: Any) -> Any:
 
 
 @T.inline
-def measure_line(cta, line, counts, units, machine):
-    """Find the longest CTA, and count items, cuts and the units that have them."""
+def measure_line(cta, line, counts, units, machine, load):
+    """Find the longest CTA, and count items, cuts and the units that have them.
+
+    Threads also come to know the largest of another `load`.
+    """
     assign(line.max_load, T.int64(0))
 
     @T.inline
@@ -203,7 +221,7 @@ def measure_line(cta, line, counts, units, machine):
         lambda c: count_stretch(line, machine, c),
         counts.sums,
         machine.num_ctas,
-        [(line.max_load, largest)],
+        [(line.max_load, largest), (load, largest)],
     )
     items = T.meta_var(wide(units.count) * wide(machine.heads.value))
     assign(line.cuts, wide(counts.rows(machine.num_ctas)) - items)
@@ -219,8 +237,10 @@ def deal_line(cta, line, counts, units, rows, machine, out):
         out.cta_indptr[c] = counts.rows(c)
 
     @T.inline
-    def deal(c, i):
-        index = var(counts.rows(c) + i)
+    def deal(index):
+        c = var(0)
+        find_last(counts.rows, machine.num_ctas, index, c)
+        i = var(index - counts.rows(c))
         place = var(line.rank[c] * machine.heads.value + line.head[c] + i)
         rank = var(machine.heads.div(place))
         head = var(place - rank * machine.heads.value)
@@ -241,9 +261,4 @@ def deal_line(cta, line, counts, units, rows, machine, out):
         row.write(out.items, index, head, 0)
 
     spread_shared(cta, machine.num_ctas + 1, write_first)
-    spread_lists(
-        cta,
-        machine.num_ctas,
-        lambda c: counts.rows(c + 1) - counts.rows(c),
-        deal,
-    )
+    spread_shared(cta, counts.rows(machine.num_ctas), deal)

@@ -20,6 +20,8 @@ from tvm_attn.tir import device_batch as batches
 from tvm_attn.tir.device_policy import TABLES, Plan, deal, decide
 from tvm_attn.tir.device_units import (
     Counts,
+    DeviceMachine,
+    GivenLengths,
     Keys,
     Reciprocal,
     Row,
@@ -45,7 +47,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import Family, KvBounds, Machine
+from tvm_attn.tir.planner_units import Family, KvBounds
 from tvm_attn.worklist import (
     ALONE,
     ITEM_WORDS,
@@ -113,11 +115,12 @@ class Memory:
         return WorkList(*(self.array(words[name], *row) for name, row in pairs))
 
 
-def machine_of(words: Mapping[Job, Any], num_kv_heads: Any) -> Machine:
+def machine_of(words: Mapping[Job, Any], num_kv_heads: Any) -> DeviceMachine:
     """Return what a family's work is dealt to."""
     heads = Reciprocal.of(num_kv_heads, words[Job.OF_HEADS])
     granule = Reciprocal.of(words[Job.GRANULE], words[Job.OF_GRANULE])
-    return Machine(words[Job.NUM_CTAS], heads, granule, words[Job.OVERHEAD])
+    ctas = Reciprocal.of(words[Job.NUM_CTAS], words[Job.OF_CTAS])
+    return DeviceMachine(ctas.value, heads, granule, words[Job.OVERHEAD], ctas)
 
 
 def family_of(words: Mapping[Job, Any], group_size: Any, row_max: Any) -> Family:
@@ -223,7 +226,7 @@ def plan_family(cta, batch, kv_indices, given, memory, job, derived, scratch, pr
     is_plain = var(1)
     machine = T.meta_var(machine_of(words, problem.num_kv_heads))
     family = T.meta_var(family_of(words, problem.group_size, row_max))
-    lengths = T.meta_var(batches.GivenLengths(batch, given, derived))
+    lengths = T.meta_var(GivenLengths(batch, given, derived))
     table = T.meta_var(Keys.allocate(scratch.keys))
     units = T.meta_var(Keys.allocate(scratch.keys))
     rows = T.meta_var(memory.rows(words, is_plain, lengths, family, problem.kv_bounds))

@@ -11,16 +11,20 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_attn.tir.device_cuts import count_long, cut_all, cut_long, insert_pieces
 from tvm_attn.tir.device_deal import (
+    bound_snake,
     close_merges,
     deal_line,
     deal_snake,
+    lay_out,
     measure_line,
     measure_snake,
     place_boundaries,
     write_merges,
 )
-from tvm_attn.tir.device_units import count_parts, cut_units, keep, sort_longest_first
+from tvm_attn.tir.device_units import DeviceMachine, Keys, keep, sort_longest_first
+from tvm_attn.tir.parallel import largest
 from tvm_attn.tir.planner_ints import (
     LENGTH_LIMIT,
     as_bit,
@@ -34,7 +38,7 @@ from tvm_attn.tir.planner_ints import (
 )
 from tvm_attn.tir.planner_line import Line
 from tvm_attn.tir.planner_policy import is_uneven
-from tvm_attn.tir.planner_units import Longest, Machine, Multiples
+from tvm_attn.tir.planner_units import Machine, Multiples
 from tvm_attn.worklist import Header
 
 NONE, UNITS, PIECES, LINE = range(4)
@@ -102,97 +106,99 @@ def settle(plan, kind, max_load, total, items, slots, merges):
     assign(plan.merges, merges)
 
 
+def first_of_pieces(table: Keys) -> Any:
+    """Return where the keys of pieces begin."""
+    return (TABLES - 1) * (table.keys.shape[0] // TABLES)
+
+
+def may_be_uneven(table: Keys, machine: DeviceMachine) -> Any:
+    """Whether `is_uneven` may hold of a table that is dealt back and forth."""
+    return bound_snake(table, machine) * T.int64(10) > table.total * T.int64(11)
+
+
 def heads_times(count: Any, machine: Machine) -> Any:
     """Return so many in every head."""
     return wide(count) * wide(machine.heads.value)
 
 
 @T.inline
-def try_table(cta, plan, table, kind, machine, slots, merges):
-    """Sort a table, and settle for dealing it unless the plan in hand is as good."""
-    load = var(T.int64(0))
-    sort_longest_first(cta, table)
-    measure_snake(cta, table, machine, load)
+def settle_for_snake(plan, table, kind, machine, load, slots, merges):
+    """Settle for dealing a table back and forth unless the plan in hand is as good."""
     if T.Or(plan.kind == NONE, load < plan.max_load):
         items = T.meta_var(heads_times(table.count, machine))
         settle(plan, kind, load, table.total, items, slots, merges)
 
 
 @T.inline
-def cut_table(cta, table, units, rows, parts, machine, share, split, slots, merges, is_few):
-    """Cut long units, or all with a fixed split, unless that makes too many pieces."""
-    is_fixed = T.meta_var(split > 0)
-    by_split = T.meta_var(Multiples(T.max(T.min(split, LENGTH_LIMIT), 1)))
-    assign(share, T.truncdiv(units.total, wide(machine.num_ctas)))
-    by_share = T.meta_var(Longest(machine, share))
-    most = var(0)
-    if T.Or(is_fixed, wide(units.longest) > share):
-        count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most)
-    assign(slots, heads_times(most, machine))
-    assign(is_few, as_bit(T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))))
-    if T.Or(is_fixed, is_few != 0):
-        assign(is_few, 1)
-        cta.add_up(cta, lambda unit: parts.sums[unit], parts.sums, units.count, [])
-        assign(table.first, (TABLES - 1) * (units.keys.shape[0] // TABLES))
-        cut_units(
-            cta,
-            units,
-            rows,
-            parts,
-            table,
-            machine,
-            lambda *args: T.if_then_else(is_fixed, by_split.edge(*args), by_share.edge(*args)),
+def settle_for_line(plan, line, units, machine):
+    """Settle for the line unless the plan in hand is as good, or even enough."""
+    if T.And(is_uneven(plan, machine), line.max_load < plan.max_load):
+        settle(
+            plan,
+            LINE,
+            line.max_load,
+            units.total + line.cuts * wide(machine.overhead),
+            heads_times(units.count, machine) + line.cuts,
+            line.cuts + line.merges,
+            line.merges,
         )
-        assign(slots, heads_times(parts.slots(units.count), machine))
-        assign(merges, heads_times(parts.merges(units.count), machine))
+
+
+@T.inline
+def prepare(cta, units, parts, machine, share, is_few):
+    """Lay units along a line, and find whether those longer than a share are few pieces."""
+    assign(share, T.truncdiv(units.total, wide(machine.num_ctas)))
+    lay_out(cta, units, machine)
+    if wide(units.longest) > share:
+        count_long(cta, units, parts, machine, share)
+        slots = var(parts.slots(units.count) * machine.heads.value)
+        assign(is_few, as_bit(T.And(slots > 0, slots <= machine.num_ctas)))
 
 
 @T.inline
 def decide(cta, plan, table, units, rows, parts, line, counts, machine, split):
-    """Settle for a plan: the policy. The table holds the units at first, and its pieces at last."""
-    is_whole = var(as_bit(split >= LENGTH_LIMIT))
-    is_fixed = var(as_bit(T.And(split > 0, is_whole == 0)))
+    """Settle for a plan: the policy. The table holds the units at first, and its pieces at last.
+
+    Where units may not be even enough, cutting and the line are prepared while it is measured.
+    """
     kind = var(UNITS)
     slots = var(T.int64(0))
     merges = var(T.int64(0))
     is_few = var(0)
+    load = var(T.int64(0))
     share = var(T.int64(0))
     settle(plan, NONE, T.int64(0), T.int64(0), T.int64(0), T.int64(0), T.int64(0))
-    while kind != LINE:
-        if T.Or(kind == PIECES, is_fixed == 0):
-            try_table(cta, plan, table, kind, machine, slots, merges)
-        assign(is_few, 0)
-        if kind == UNITS:
-            keep(units, table)
-            if T.And(is_whole == 0, T.Or(is_fixed != 0, is_uneven(plan, machine))):
-                cut_table(
-                    cta,
-                    table,
-                    units,
-                    rows,
-                    parts,
-                    machine,
-                    share,
-                    split,
-                    slots,
-                    merges,
-                    is_few,
-                )
-        kind = T.Select(is_few != 0, PIECES, LINE)
-    if T.And(split == 0, is_uneven(plan, machine)):
-        assign(units.spare, table.spare)
+    if T.And(split > 0, split < LENGTH_LIMIT):
+        keep(units, table)
+        table.first = first_of_pieces(table)
+        cut_all(cta, units, table, rows, parts, machine, Multiples(T.max(split, 1)))
+        kind = PIECES
+        slots = heads_times(parts.slots(units.count), machine)
+        merges = heads_times(parts.merges(units.count), machine)
+    sort_longest_first(cta, table)
+    may_share = var(as_bit(T.And(split == 0, may_be_uneven(table, machine))))
+    if kind == UNITS:
+        keep(units, table)
+    if may_share != 0:
+        prepare(cta, units, parts, machine, share, is_few)
         place_boundaries(cta, line, units, machine, share)
-        measure_line(cta, line, counts, units, machine)
-        if line.max_load < plan.max_load:
-            settle(
-                plan,
-                LINE,
-                line.max_load,
-                units.total + line.cuts * wide(machine.overhead),
-                heads_times(units.count, machine) + line.cuts,
-                line.cuts + line.merges,
-                line.merges,
-            )
+    if is_few != 0:
+        cut_long(cta, units, rows, parts, counts.sums, machine, share)
+    measure_snake(cta, table, machine, load)
+    if T.Or(may_share != 0, table.shortest < table.longest):
+        cta.agree([(load, largest)])
+    settle_for_snake(plan, table, kind, machine, load, slots, merges)
+    if T.And(may_share != 0, is_uneven(plan, machine)):
+        if is_few != 0:
+            table.first = first_of_pieces(table)
+            insert_pieces(cta, table, units, rows, parts, counts.sums, machine, share)
+            measure_snake(cta, table, machine, load)
+        measure_line(cta, line, counts, units, machine, load)
+        if is_few != 0:
+            slots = heads_times(parts.slots(units.count), machine)
+            merges = heads_times(parts.merges(units.count), machine)
+            settle_for_snake(plan, table, PIECES, machine, load, slots, merges)
+        settle_for_line(plan, line, units, machine)
 
 
 @T.inline

@@ -1,7 +1,6 @@
-"""Units of work on a device, and the pieces they are cut in: by the threads of a CTA.
+"""Units of work on a device: by the threads of a CTA.
 
-The pieces are those of `tvm_attn.tir.planner_units`. What is sorted are keys, a row's cost and its
-number; a unit that is not cut has the same row among the pieces.
+What is sorted are keys, a row's cost and its number.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_attn.tir.device_batch import NO_FAULT, Derived, kv_position
 from tvm_attn.tir.parallel import added, find_last, largest, least, spread
+from tvm_attn.tir.planner_batch import Batch
 from tvm_attn.tir.planner_deal import put
 from tvm_attn.tir.planner_ints import (
     INT32_MAX,
     Divisor,
-    as_bit,
     assign,
     high_word,
     low_word,
@@ -24,7 +24,7 @@ from tvm_attn.tir.planner_ints import (
     var,
     wide,
 )
-from tvm_attn.tir.planner_units import Family, KvBounds, Longest, visible
+from tvm_attn.tir.planner_units import Family, KvBounds, Machine, visible
 from tvm_attn.worklist import NO_SLOT, Item
 
 COUNT_BITS = 21
@@ -32,9 +32,6 @@ COUNT_BITS = 21
 
 HALF_WORDS = 4
 """Words of a row that are moved at once."""
-
-MOST_PARTS = 1 << 16
-"""As many parts of a unit as any more, where it is asked whether there are few."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,19 @@ class Reciprocal(Divisor):
 
 
 @dataclass(frozen=True)
+class DeviceMachine(Machine):
+    """What work is dealt to; numbers are divided by the number of `ctas`, too."""
+
+    ctas: Reciprocal
+
+
+@dataclass(frozen=True)
 class Keys:
     """Rows of a table, once they are sorted longest first, equally long ones in their order.
 
     ``keys`` is an int64 array. The rest are variables: where in it the keys begin (`first`), and
     where there is as much room to `spare`; `count` of rows, `total` cost over all heads (int64),
-    cost of the `longest` and `shortest` row.
+    cost of the `longest` and `shortest` row, or bounds of it.
     """
 
     keys: Any
@@ -157,6 +161,76 @@ def quad(*words: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class GivenLengths:
+    """A batch as it is given, or replaced: its lengths are computed again where they are needed."""
+
+    batch: Batch
+    given: tuple[Any, Any]
+    derived: Derived
+
+    @property
+    def count(self) -> Any:
+        """Requests."""
+        return self.derived.size
+
+    @property
+    def is_right(self) -> Any:
+        """Whether the batch is as it was given."""
+        return self.derived.fault == T.int64(NO_FAULT)
+
+    def qo_len(self, b: Any) -> Any:
+        """Query tokens of a request."""
+        indptr = self.derived.qo_indptr
+        return T.if_then_else(self.is_right, self.batch.qo_len(b), indptr[b + 1] - indptr[b])
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """An array all of whose entries are a variable."""
+
+    entry: Any
+
+    def __getitem__(self, b: Any) -> Any:
+        """Return it."""
+        return self.entry
+
+
+@dataclass(frozen=True)
+class LengthsOfOne:
+    """What `tvm_attn.tir.planner_units.Lengths` has, of one request: variables."""
+
+    tokens: Any
+    kv_len: Everywhere
+    q_pos_offset: Everywhere
+    kv_pos_offset: Everywhere
+
+    @staticmethod
+    def allocate() -> LengthsOfOne:
+        """Allocate the variables."""
+        return LengthsOfOne(scalar("int32"), *(Everywhere(scalar("int32")) for _ in range(3)))
+
+    def qo_len(self, b: Any) -> Any:
+        """Query tokens of the request."""
+        return self.tokens
+
+
+@T.inline
+def look_up(lengths, b, one):
+    """Find the lengths and positions of a request."""
+    batch, given, derived = T.meta_var((lengths.batch, lengths.given, lengths.derived))
+    assign(one.tokens, lengths.qo_len(b))
+    if lengths.is_right:
+        assign(one.kv_len.entry, batch.kv_len(b))
+        ends = T.meta_var(one.kv_len.entry - one.tokens)
+        assign(one.q_pos_offset.entry, T.if_then_else(given[0], batch.q_pos_offset[b], ends))
+        assign(one.kv_pos_offset.entry, kv_position(batch, given, b))
+    else:
+        assign(one.kv_len.entry, derived.kv_len[b])
+        assign(one.q_pos_offset.entry, derived.q_pos_offset[b])
+        assign(one.kv_pos_offset.entry, derived.kv_pos_offset[b])
+
+
+@dataclass(frozen=True)
 class Row:
     """A unit, or a piece of one: variables; `stride` is from the slot of a head to the next."""
 
@@ -205,11 +279,13 @@ class Rows:
 @T.inline
 def describe(row, rows, request, tile):
     """Find what a query tile of a request sees."""
+    one = T.meta_var(LengthsOfOne.allocate())
+    look_up(rows.lengths, request, one)
     row_begin = var(tile * rows.family.tile_rows)
-    of_request = var(rows.lengths.qo_len(request) * rows.family.group.value)
+    of_request = var(one.tokens * rows.family.group.value)
     row_end = var(T.min(row_begin + rows.family.tile_rows, of_request))
     bounds = T.meta_var((row_begin, row_end))
-    kv = T.meta_var(visible(rows.kv_bounds, rows.lengths, rows.family, request, bounds))
+    kv = T.meta_var(visible(rows.kv_bounds, one, rows.family, request, bounds))
     begin = var(kv[0])
     end = var(kv[1])
     if begin >= end:
@@ -304,77 +380,3 @@ def list_units(cta, units, rows, lengths, family, machine):
     begin_table(units, low_word(sums[lengths.count]))
     spread(cta, units.count, list_unit)
     end_table(cta, units, machine)
-
-
-def parts_of_long(rule: Longest, granules: Any) -> Any:
-    """Return in how many parts units longer than a share are cut: others take no division."""
-    is_long = wide(granules + rule.machine.overhead) > rule.share
-    return T.if_then_else(is_long, rule.parts(0, 0, 0, granules), 1)
-
-
-@T.inline
-def count_parts(cta, units, rows, parts, machine, is_fixed, by_split, by_share, most):
-    """Find in how many parts every unit is cut, and how many there are of those cut (`most`)."""
-
-    @T.inline
-    def count_unit(i):
-        key = var(units.key(i))
-        unit = var(low_word(key))
-        granules = var(cost_of(key) - machine.overhead)
-        count = var(1)
-        if is_fixed:
-            row = T.meta_var(Row.allocate())
-            find_row(row, rows, unit)
-            assign(count, by_split.parts(unit, row.kv_begin, row.kv_end, granules))
-        else:
-            assign(count, parts_of_long(by_share, granules))
-        is_cut = var(as_bit(count > 1))
-        parts.sums[unit] = pack(count, is_cut * count, is_cut)
-        assign(most, most + is_cut * T.min(count, MOST_PARTS))
-
-    assign(most, 0)
-    spread(cta, units.count, count_unit)
-    cta.agree([(most, added)])
-
-
-@T.inline
-def cut_units(cta, units, rows, parts, pieces, machine, edge_of):
-    """Cut units in their parts, which are rows of their own; others stay as they are.
-
-    Pieces are in the order of units and KV ranges. Slots, head after head, are consecutive.
-    """
-
-    @T.inline
-    def leave(i):
-        key = var(units.key(i))
-        unit = var(low_word(key))
-        at = var(parts.rows(unit))
-        if parts.rows(unit + 1) - at == 1:
-            note_cost(pieces, at, cost_of(key), unit)
-
-    @T.inline
-    def cut(slot):
-        unit = var(0)
-        find_last(parts.slots, units.count + 1, slot, unit)
-        row = T.meta_var(Row.allocate())
-        find_row(row, rows, unit)
-        begin = var(row.kv_begin)
-        end = var(row.kv_end)
-        granules = var(machine.cost(begin, end) - machine.overhead)
-        first = var(parts.slots(unit))
-        part = var(slot - first)
-        count = var(parts.slots(unit + 1) - first)
-        if part > 0:
-            assign(row.kv_begin, T.min(edge_of(begin, granules, part, count), end))
-        assign(row.kv_end, T.min(edge_of(begin, granules, part + 1, count), end))
-        assign(row.slot, first * machine.heads.value + part)
-        assign(row.stride, count)
-        index = var(rows.first_piece + slot)
-        row.write(rows.table, index, 0)
-        cost = var(machine.cost(row.kv_begin, row.kv_end))
-        note_cost(pieces, parts.rows(unit) + part, cost, index)
-
-    begin_table(pieces, parts.rows(units.count))
-    spread(cta, units.count, leave)
-    spread(cta, parts.slots(units.count), cut)
-    end_table(cta, pieces, machine)

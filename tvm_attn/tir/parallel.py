@@ -2,9 +2,10 @@
 
 A CTA is an object with
 
-* ``own(count)``, ``shared(count)``, ``lists(count, bits)``, ``entries(count, bits)`` : the number
-  that a thread visits first, and the step to its next: of a CTA's threads; of those of all CTAs
-  that do the same; of groups of ``2**bits`` of those; and within a group;
+* ``own(count)``, ``behind(busy, count)``, ``last(count)``, ``shared(count)`` : the number that a
+  thread visits first, and the step to its next: of a CTA's threads from the first on, from those
+  behind the warps of the first `busy`, from the last back; and of the threads of all CTAs that do
+  the same;
 * ``is_inside(i, count)`` : whether it goes on with a number;
 * ``meet()`` : a barrier;
 * ``publish(cta)`` : makes what was written visible to all kernels to come;
@@ -30,12 +31,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.planner_ints import as_bit, assign, ceil_div, var
-
-ARITY = 4
-"""Parts of what is left that a step of a search chooses from."""
-GROUP_BITS = 5
-"""Of the most threads that visit the same list: no more than a warp."""
+from tvm_attn.tir.planner_ints import assign, var
 
 
 @T.inline
@@ -54,29 +50,21 @@ def spread(cta, count, visit):
 
 
 @T.inline
-def spread_shared(cta, count, visit):
-    """Visit numbers as `spread`; CTAs that do the same share them."""
-    walk(cta, cta.shared(count), count, visit)
+def spread_behind(cta, busy, count, visit):
+    """Visit numbers as `spread`, while the first `busy` threads visit others."""
+    walk(cta, cta.behind(busy, count), count, visit)
 
 
 @T.inline
-def spread_lists(cta, count, length_of, visit):
-    """Visit the entries of lists, each by a group of threads; CTAs that do the same share them."""
-    bits = var(0)
-    while T.And(bits < GROUP_BITS, T.shift_left(count, bits + 1) <= cta.num_threads):
-        bits = bits + 1
+def spread_last(cta, count, visit):
+    """Visit numbers as `spread`, by the last threads, while the first visit others."""
+    walk(cta, cta.last(count), count, visit)
 
-    @T.inline
-    def visit_list(i):
-        length = var(length_of(i))
 
-        @T.inline
-        def visit_entry(k):
-            visit(i, k)
-
-        walk(cta, cta.entries(length, bits), length, visit_entry)
-
-    walk(cta, cta.lists(count, bits), count, visit_list)
+@T.inline
+def spread_shared(cta, count, visit):
+    """Visit numbers as `spread`; CTAs that do the same share them."""
+    walk(cta, cta.shared(count), count, visit)
 
 
 @T.inline
@@ -90,18 +78,15 @@ def each(cta, count, visit):
 def find_last(value_of, count, limit, found):
     """Find the last of so many ascending values that is not above a limit: `found`, from 0 on.
 
-    A step compares values that are a quarter of what is left apart, all at once.
+    Few instructions count more than few steps.
     """
-    left = var(count)
+    step = var(T.shift_left(1, 31 - T.clz(T.max(count - 1, 1))))
     assign(found, 0)
-    while left > 1:
-        stride = var(ceil_div(left, ARITY))
-        passed = var(0)
-        for k in T.unroll(1, ARITY):
-            value = T.meta_var(value_of(found + T.min(k * stride, left - 1)))
-            passed = passed + as_bit(value <= limit) * as_bit(k * stride < left)
-        assign(found, found + passed * stride)
-        left = T.min(stride, left - passed * stride)
+    while step > 0:
+        at = var(T.min(found + step, count - 1))
+        if value_of(at) <= limit:
+            assign(found, at)
+        step = T.shift_right(step, 1)
 
 
 def largest(a: Any, b: Any) -> Any:

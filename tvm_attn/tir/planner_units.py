@@ -275,10 +275,14 @@ class Longest:
     machine: Machine
     share: Any
 
+    @property
+    def least(self) -> Any:
+        """Fewest granules of a part."""
+        return T.max(T.shift_right(self.share + T.int64(1), T.int64(1)), T.int64(MIN_PIECE))
+
     def parts(self, row: Any, begin: Any, end: Any, granules: Any) -> Any:
         """In how many parts a row's KV range is cut."""
-        least = T.max(T.shift_right(self.share + T.int64(1), T.int64(1)), T.int64(MIN_PIECE))
-        parts = T.max(low_word(T.truncdiv(wide(granules), least)), 1)
+        parts = T.max(low_word(T.truncdiv(wide(granules), self.least)), 1)
         return T.Select(wide(granules + self.machine.overhead) > self.share, parts, 1)
 
     def edge(self, begin: Any, granules: Any, part: Any, parts: Any) -> Any:
