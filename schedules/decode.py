@@ -27,6 +27,7 @@ from tvm_attn.schedules.primitives.arrivals import (
 )
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
+    bits_of_size,
     rank_in_cluster,
     shares_item,
     size_of_cluster,
@@ -76,7 +77,7 @@ NUM_OUTPUTS = 7
 
 @T.inline
 def begin(cta, work, batch, q, ahead, t, end):
-    """Read the first items, and begin to copy the first one's queries and the warp's first block.
+    """Read the first items, and begin to copy the first one's queries and two of the warp's blocks.
 
     Pages are looked up while the kernel before ends, unless a hook needs a scale it may have made.
     """
@@ -102,7 +103,7 @@ def begin(cta, work, batch, q, ahead, t, end):
     load_q(cta, first, q, t)
     commit_copies()
     copy_first(cta, ahead, t, k_rows, v_rows)
-    T.ptx.cp.async_.wait_group(1)
+    T.ptx.cp.async_.wait_group(2)
     T.cuda.cta_sync()
 
 
@@ -139,7 +140,7 @@ def attend(cta, task, ahead, t, end, s):
         pv(cta, weigher(cta, factor), s)
         s = s + 1
         kv0 = kv0 + cta.turn
-    if kv0 < cta.first_key(task) + 2 * cta.turn:
+    if kv0 < cta.first_key(task) + 3 * cta.turn:
         settle_warp()  # what was begun for the next items is not waited for otherwise
 
 
@@ -216,7 +217,7 @@ def attention(
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
         place = T.cta_id([(work.cta_indptr.shape[0] - 1) * size])
         rank = T.meta_var(rank_in_cluster(tile, size))
-        c = T.meta_var(T.truncdiv(place, size))
+        c = T.meta_var(T.shift_right(place, bits_of_size(tile, size)))
         thread = T.thread_id([tile.threads])
         warp = T.warp_id([tile.warps])
         lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))
