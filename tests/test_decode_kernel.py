@@ -57,7 +57,7 @@ def phases_of(code: ast.AST) -> list[str]:
 def test_blocks_go_through_the_phases_in_the_order_of_the_definition() -> None:
     [loop] = [node for node in function(decode, "attend").body if isinstance(node, ast.While)]
     assert phases_of(loop) == ["qk", "logits", "mask", "softmax", "pv"]
-    assert phases_of(function(ahead, "run_ahead")) == GATHERS
+    assert phases_of(function(ahead, "copy_next")) == GATHERS
 
 
 def test_every_phase_is_there() -> None:
