@@ -66,13 +66,13 @@ def test_every_phase_is_there() -> None:
         *phases_of(function(decode, "attend")),
         *phases_of(function(decode, "prepare")),
         *phases_of(function(decode, "begin")),
-        *phases_of(function(ahead, "run_ahead")),
+        *phases_of(function(ahead, "copy_next")),
     }
     assert written == {NAMES.get(phase, phase) for phase in PHASES}
 
 
 def test_warps_wait_for_one_another_only_between_items() -> None:
-    for module, name in ((decode, "attend"), (decode, "prepare"), (ahead, "run_ahead")):
+    for module, name in ((decode, "attend"), (decode, "prepare"), (ahead, "copy_next")):
         assert "cta_sync" not in ast.unparse(function(module, name))
     assert "cta_sync" in ast.unparse(function(join, "store_state"))
 
