@@ -77,7 +77,7 @@ NUM_OUTPUTS = 7
 
 @T.inline
 def begin(cta, work, batch, q, ahead, t, end):
-    """Read the first items, and begin to copy the first one's queries and two of the warp's blocks.
+    """Read the first items, and begin to copy the first one's queries and the warp's first block.
 
     Pages are looked up while the kernel before ends, unless a hook needs a scale it may have made.
     """
@@ -103,7 +103,7 @@ def begin(cta, work, batch, q, ahead, t, end):
     load_q(cta, first, q, t)
     commit_copies()
     copy_first(cta, ahead, t, k_rows, v_rows)
-    T.ptx.cp.async_.wait_group(2)
+    T.ptx.cp.async_.wait_group(1)
     T.cuda.cta_sync()
 
 
@@ -140,7 +140,7 @@ def attend(cta, task, ahead, t, end, s):
         pv(cta, weigher(cta, factor), s)
         s = s + 1
         kv0 = kv0 + cta.turn
-    if kv0 < cta.first_key(task) + 3 * cta.turn:
+    if kv0 < cta.first_key(task) + 2 * cta.turn:
         settle_warp()  # what was begun for the next items is not waited for otherwise
 
 

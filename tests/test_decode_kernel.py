@@ -57,7 +57,7 @@ def phases_of(code: ast.AST) -> list[str]:
 def test_blocks_go_through_the_phases_in_the_order_of_the_definition() -> None:
     [loop] = [node for node in function(decode, "attend").body if isinstance(node, ast.While)]
     assert phases_of(loop) == ["qk", "logits", "mask", "softmax", "pv"]
-    assert phases_of(function(ahead, "copy_next")) == GATHERS
+    assert phases_of(function(ahead, "run_ahead")) == GATHERS
 
 
 def test_every_phase_is_there() -> None:
@@ -66,13 +66,13 @@ def test_every_phase_is_there() -> None:
         *phases_of(function(decode, "attend")),
         *phases_of(function(decode, "prepare")),
         *phases_of(function(decode, "begin")),
-        *phases_of(function(ahead, "copy_next")),
+        *phases_of(function(ahead, "run_ahead")),
     }
     assert written == {NAMES.get(phase, phase) for phase in PHASES}
 
 
 def test_warps_wait_for_one_another_only_between_items() -> None:
-    for module, name in ((decode, "attend"), (decode, "prepare"), (ahead, "copy_next")):
+    for module, name in ((decode, "attend"), (decode, "prepare"), (ahead, "run_ahead")):
         assert "cta_sync" not in ast.unparse(function(module, name))
     assert "cta_sync" in ast.unparse(function(join, "store_state"))
 

@@ -185,16 +185,6 @@ def go_on(cta, ahead):
 
 
 @T.inline
-def copy_next(cta, ahead):
-    """Begin to copy the next block, if its pages were looked up."""
-    if ahead[Cursor.KEY] < ahead[Cursor.END]:
-        gather_k(cta, ahead)
-        gather_v(cta, ahead)
-        go_on(cta, ahead)
-    commit_copies()
-
-
-@T.inline
 def locate_first(cta, ahead, k_rows, v_rows):
     """Find where the rows of the warp's first block are, once its pages are there."""
     T.cuda.warp_sync()
@@ -205,16 +195,12 @@ def locate_first(cta, ahead, k_rows, v_rows):
 
 @T.inline
 def copy_first(cta, ahead, t, k_rows, v_rows):
-    """Begin to copy the warp's first block, which has been located, and the one after it.
-
-    Both are under way before anything is waited for: the pages of those to come, too.
-    """
+    """Begin to copy the warp's first block, which has been located, and look up those to come."""
     if ahead[Cursor.KEY] < ahead[Cursor.END]:
         copy_rows(cta, ahead, cta.shared.k, ahead.k, k_rows)
         copy_rows(cta, ahead, cta.shared.v, ahead.v, v_rows)
         go_on(cta, ahead)
     commit_copies()
-    copy_next(cta, ahead)
     look_up(cta, ahead, t, t)
 
 
@@ -223,7 +209,11 @@ def run_ahead(cta, ahead, t, last):
     """Begin to copy the next block, if its pages were looked up, and look up those to come."""
     T.cuda.warp_sync()  # all lanes are done with what is overwritten
     take(cta, ahead)
-    copy_next(cta, ahead)
+    if ahead[Cursor.KEY] < ahead[Cursor.END]:
+        gather_k(cta, ahead)
+        gather_v(cta, ahead)
+        go_on(cta, ahead)
+    commit_copies()
     look_up(cta, ahead, t, last)
 
 
@@ -231,9 +221,9 @@ def run_ahead(cta, ahead, t, last):
 def catch_up(cta, ahead, t, last, s):
     """Run ahead until the block at position `s` is copied, and once more: then wait for it.
 
-    Blocks are those of items `t`, the one at work, to `last`. Two may have been copied before.
+    Blocks are those of items `t`, the one at work, to `last`.
     """
-    is_copied: T.int32 = T.Cast("int32", ahead[Cursor.COPIED] > s + 1)
+    is_copied: T.int32 = 0
     while is_copied == 0:
         is_copied = T.Cast("int32", ahead[Cursor.COPIED] > s)
         run_ahead(cta, ahead, t, last)
