@@ -1,9 +1,10 @@
 """Runs that were checked, so that others like them need not be.
 
 A run is like another if its tensors have the same shapes, strides and dtypes, all else that it was
-given is the same object, and rows begin where kernels can read them. What a graph reads lives as
-long as the graph: while one is captured, tensors that were made of scales are its own. A plan in
-the memory of one before, of as many queries, has its runs.
+given is the same object, and rows begin where kernels can read them. Where torch's compiler has
+guards, these see at once that tensors are alike; if they do not, it is looked at one by one. What a
+graph reads lives as long as the graph: while one is captured, tensors that were made of scales are
+its own. A plan in the memory of one before, of as many queries, has its runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.device import ROW_BYTES, NewTensor
+from tvm_attn.runtime.device import ROW_BYTES, NewTensor, guards
 from tvm_attn.runtime.placement import is_capturing
 
 if TYPE_CHECKING:
@@ -45,6 +46,27 @@ def is_alike(tensor: Any, accepted: Signature) -> bool:
     )
 
 
+def never(*tensors: Any) -> bool:
+    """Say that tensors may not be alike."""
+    return False
+
+
+def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """Return what is sure at once, of most tensors like these, that they are; not of alignment."""
+    make: Any = getattr(guards, "TensorGuards", None)
+    if make is None or any(type(tensor) is not torch.Tensor for tensor in tensors):
+        return never
+    sizes = {
+        "dynamic_dims_sizes": [list(tensor.shape) for tensor in tensors],
+        "dynamic_dims_strides": [list(tensor.stride()) for tensor in tensors],
+    }
+    try:
+        check: Callable[..., bool] = make(*tensors, **sizes).check
+    except (TypeError, RuntimeError, SystemError):  # of another version
+        return never
+    return check
+
+
 def is_plain(scales: tuple[Any, ...], params: Mapping[str, Any]) -> bool:
     """Whether there is no tensor among scales and parameters: its content may change."""
     return not any(isinstance(given, torch.Tensor) for given in (*scales, *params.values()))
@@ -74,20 +96,21 @@ class AcceptedRun:
     ----------
     launches, rows, most
         As given.
+    lacks_pages : bool
+        Whether K or V are not as kernels take them, but to be made so.
     source : object, optional
         The plan's launches, if plans to come may have them too.
     unread : object, optional
         Room for an LSE that nobody reads.
-    out : Signature, optional
-        Of results that the caller had room for.
     lse : NewTensor, optional
         What is needed for an LSE.
     """
 
-    out: Signature | None = None
     lse: NewTensor | None = None
     source: object = None
     unread: Any = None
+    lacks_pages = False
+    _out: Signature | None = None
 
     def __init__(
         self,
@@ -100,6 +123,7 @@ class AcceptedRun:
         most: int,
     ):
         self._q, self._k, self._v = map(signature, inputs)
+        self._are_known, self._is_known_out = guard(*inputs), never
         self._device = inputs[0].device
         self._scales = scales
         self._is_filled = scales[2] is not None or scales[3] is not None
@@ -125,11 +149,25 @@ class AcceptedRun:
             and scales[3] is mine[3]
             and lse_base is self._lse_base
             and (self._has(params) if params else not self._params)
-            and is_alike(q, self._q)
-            and is_alike(k, self._k)
-            and is_alike(v, self._v)
+            and (
+                (
+                    self._are_known(q, k, v)
+                    and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_BYTES
+                )
+                or (is_alike(q, self._q) and is_alike(k, self._k) and is_alike(v, self._v))
+            )
             and not (self._is_filled and is_capturing(self._device))
         )
+
+    def writes(self, out: Any) -> bool:
+        """Whether there is room for results in a tensor, as there was in one that was checked."""
+        if self._is_known_out(out) and not out.data_ptr() % ROW_BYTES:
+            return True
+        return self._out is not None and is_alike(out, self._out)
+
+    def write(self, out: torch.Tensor) -> None:
+        """Take note that there is room for results in a tensor."""
+        self._out, self._is_known_out = signature(out), guard(out)
 
     def suits(self, plan: Plan, launches: object) -> bool:
         """Whether it is a run of another plan, with the same launches, as well."""

@@ -69,11 +69,8 @@ def has_aligned_rows(tensor: torch.Tensor) -> bool:
     return all(length < 2 or stride * size % ROW_BYTES == 0 for length, stride in steps)
 
 
-def current_index() -> int:
-    """Return the index of the current GPU, for half of what torch's own function takes."""
-    cuda: Any = torch._C
-    index: int = cuda._cuda_getDevice()
-    return index
+current_index: Any = getattr(torch._C, "_cuda_getDevice", None)
+"""Returns the index of the current GPU, for half of what torch's own function takes."""
 
 
 def stream_handle(device: torch.device) -> int:
@@ -111,9 +108,10 @@ def access_unit(*tensors: torch.Tensor) -> int:
     return unit if is_whole else 1
 
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
-"""What torch's compiler makes tensors with, where there is that: without torch's dispatcher."""
+guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+"""What torch's compiler looks at tensors with, and makes them, where there is that."""
+_empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
+"""The latter, without torch's dispatcher."""
 
 
 class NewTensor(NamedTuple):

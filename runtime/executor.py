@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
-from tvm_attn.runtime.accepted import AcceptedRun, Launches, is_alike, is_plain, signature
+from tvm_attn.runtime.accepted import AcceptedRun, Launches, is_plain
 from tvm_attn.runtime.device import (
     CPU,
     check_rows,
@@ -91,13 +91,13 @@ class Executor:
             accepted = self._accept(plan, (q, k, v), lse_base, scales, params)
         if out is None:
             out = new_tensor(accepted.rows)
-        elif accepted.out is None or not is_alike(out, accepted.out):
+        elif not accepted.writes(out):
             self._check_out(plan, out)
-            accepted.out = signature(out)
+            accepted.write(out)
         written = accepted.unread
         if written is None or return_lse or lse is not None:
             written = self._lse(plan, accepted, lse, return_lse)
-        if self._is_ragged or not (k.shape[0] and v.shape[0]):
+        if accepted.lacks_pages:
             k, v = self._as_pages(k), self._as_pages(v)
         for kernel, arguments in accepted.launches:
             kernel(q, k, v, *arguments, out, written)
@@ -129,6 +129,7 @@ class Executor:
         axis = int(self._is_ragged and spec.kv_layout == "HND")
         most = min(k.shape[axis], v.shape[axis])
         accepted = AcceptedRun(inputs, scales, lse_base, params, launches, rows, most)
+        accepted.lacks_pages = self._is_ragged or not (k.shape[0] and v.shape[0])
         if is_plain(scales, params) and not is_capturing(placement.device):
             placement.accepted = accepted
             if placement.there is not None and not placement.params:

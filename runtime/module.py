@@ -184,7 +184,7 @@ class AttentionModule:
             "q_pos_offset": q_pos_offset,
             "kv_pos_offset": kv_pos_offset,
         }
-        if out is not None:
+        if out is not None and getattr(out, "owner", None) is not self:
             self._check_owner("out", out)
         if window_left is not None:
             index_params["window_left"] = window_left

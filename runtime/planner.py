@@ -228,14 +228,15 @@ class Planner:
 
     def _queues(self, device: torch.device, memory: FixedMemory | None) -> tuple[int, ...]:
         """Return how many queues each family has: none if a plan has no room for its work."""
+        if memory is not None and memory.queues is not None:
+            return memory.queues
         counts = tuple(self._machine.num_ctas(device))
         if memory is None:
             return counts
-        if memory.queues is None:
-            memory.queues = tuple(
-                count if family in memory.counts else 0
-                for family, count in zip(self._families, counts, strict=True)
-            )
+        memory.queues = tuple(
+            count if family in memory.counts else 0
+            for family, count in zip(self._families, counts, strict=True)
+        )
         return memory.queues
 
 

@@ -27,6 +27,7 @@ from tvm_attn.schedules.primitives.arrivals import (
 )
 from tvm_attn.schedules.primitives.clusters import (
     arrive_at_cluster,
+    bits_of_size,
     rank_in_cluster,
     shares_item,
     size_of_cluster,
@@ -216,7 +217,7 @@ def attention(
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.residents})
         place = T.cta_id([(work.cta_indptr.shape[0] - 1) * size])
         rank = T.meta_var(rank_in_cluster(tile, size))
-        c = T.meta_var(T.truncdiv(place, size))
+        c = T.meta_var(T.shift_right(place, bits_of_size(tile, size)))
         thread = T.thread_id([tile.threads])
         warp = T.warp_id([tile.warps])
         lane = T.meta_var(Lane(T.Cast("int32", held(T.Cast("uint32", thread % WARP)))))

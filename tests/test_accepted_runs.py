@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.cases import kernel
 from tests.test_runtime_cuda import SPEC, for_gpu
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
 from tvm_attn.runtime import accepted, cuda
-from tvm_attn.runtime.accepted import AcceptedRun, is_alike, signature
+from tvm_attn.runtime.accepted import AcceptedRun, guard, is_alike, never, signature
 from tvm_attn.runtime.cuda import CudaMachine
 from tvm_attn.runtime.executor import Executor
 from tvm_attn.runtime.module import AttentionModule
@@ -227,6 +228,40 @@ def test_a_subclass_of_tensors_is_always_checked(batch: Batch) -> None:
     assert is_alike(q, signature(q))
     assert not is_alike(torch.nn.Parameter(q), signature(q))
     assert not is_alike(None, signature(q))
+
+
+def test_guards_are_sure_of_tensors_that_are_alike_and_of_no_others(batch: Batch) -> None:
+    q = batch.q
+    are_alike = guard(q)
+    if are_alike is never:
+        pytest.skip("this PyTorch has no such guards")
+    assert are_alike(torch.empty_like(q))
+    wide = torch.cat([q, q], dim=1)
+    others = (q[1:], q.half(), wide[:, : q.shape[1]], q.to("meta"), torch.nn.Parameter(q), None)
+    assert not any(are_alike(other) for other in others)
+    assert guard(torch.nn.Parameter(q)) is never, "subclasses are always checked"
+
+
+class OtherGuards:
+    """Guards that are made in another way."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("guards", [None, OtherGuards], ids=["none", "other"])
+def test_without_guards_tensors_are_looked_at(
+    batch: Batch, checked: list[Any], monkeypatch: pytest.MonkeyPatch, guards: Any
+) -> None:
+    monkeypatch.setattr(accepted, "guards", SimpleNamespace(TensorGuards=guards))
+    module = for_gpu("full", SPEC)
+    plan, out = module.plan(batch.fmt), torch.empty_like(batch.q)
+    first = module.run(plan, batch.q, batch.kv)
+    for _ in range(2):
+        assert torch.equal(module.run(plan, batch.q, batch.kv, out=out), first)
+    assert len(checked) == 1
+    with pytest.raises(ShapeError, match="q has rows that do not begin"):
+        module.run(plan, shifted(batch.q), batch.kv)
 
 
 class Stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_attn.variant import Expr
@@ -34,6 +35,12 @@ def rank_in_cluster(tile: Any, size: Expr) -> Expr:
 def size_of_cluster(tile: Any, size: Expr) -> Expr:
     """Return how many CTAs share an item: as many as the kernel is told, one where none do."""
     return size if tile.clusters else T.int32(1)
+
+
+def bits_of_size(tile: Any, size: Expr) -> Expr:
+    """Return the logarithm of a cluster's size, which is a power of two."""
+    larger = (tirx.Cast("int32", size >= each) for each in tile.clusters)
+    return sum(larger, tirx.const(0, "int32"))
 
 
 def shares_item(cta: Any) -> Expr:
