@@ -30,7 +30,7 @@ from tvm_attn.target import Arch, BuildTarget, portable_host
 KERNEL_SUFFIX = "_kernel"
 """What TVM appends to a function's symbol to name its kernel."""
 
-HEURISTICS = ((), ("--register-usage-level=0",), ("--register-usage-level=10",))
+HEURISTICS = ((), ("--register-usage-level=10",), ("--register-usage-level=0",))
 """Options of ptxas: if the last few registers spill with one, they often do not with another."""
 MESSAGE_CHARACTERS = 6000
 """Of a compiler's complaint; thousands of errors say no more than the first ones."""

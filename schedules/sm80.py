@@ -15,7 +15,6 @@ from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.arrivals import NOBODY, arrive
 from tvm_attn.schedules.primitives.cta import Cta
-from tvm_attn.schedules.primitives.folded import is_folded
 from tvm_attn.schedules.primitives.fragments import Lane
 from tvm_attn.schedules.primitives.gather import (
     gather_k,
@@ -30,7 +29,7 @@ from tvm_attn.schedules.primitives.gather import (
 from tvm_attn.schedules.primitives.gemm import hold_queries, pv, qk
 from tvm_attn.schedules.primitives.merge import merge_unit
 from tvm_attn.schedules.primitives.registers import Registers
-from tvm_attn.schedules.primitives.relative import relate, weigher_of
+from tvm_attn.schedules.primitives.relative import prepare_fold, relate, weigher_of
 from tvm_attn.schedules.primitives.scores import init_state, logits, mask, score_factor, softmax
 from tvm_attn.schedules.primitives.shapes import WARP
 from tvm_attn.schedules.primitives.shared import SharedTiles
@@ -166,13 +165,14 @@ def attend(cta, task, following, q, k, v, t, end, s):
             commit_copies()
         if is_next_last:
             look_ahead(cta, following, k, pages)
-        if is_folded(cta.hooks):
-            relate(cta, task, factor, kv0)
+        fold = T.meta_var(prepare_fold(cta, task, kv0))
+        if fold is not None:
+            relate(cta, task, factor, kv0, fold)
         else:
             logits(cta, task, kv0, T.bool(True))
             mask(cta, task, kv0)
             softmax(cta, factor)
-        pv(cta, weigher_of(cta, factor), s)
+        pv(cta, weigher_of(cta, factor, fold), s)
         if T.Or(T.bool(not cta.shared.are_made), is_asked):  # making takes registers: a branch
             note(cta, task, cache, pages, block, k, v, t, s + 2, kv0 + 2 * block, is_asked)
         if is_next_last:

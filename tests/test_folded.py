@@ -15,7 +15,7 @@ from tvm_attn.schedules.primitives.folded import is_bounded, is_folded
 from tvm_attn.spec import Param
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.polynomial import polynomial, steps
-from tvm_attn.tir.tanh import NEAR_ZERO, with_tanh_near_zero
+from tvm_attn.tir.tanh import NEAR, NEARER, Series, with_tanh_near_zero
 from tvm_attn.variant import AttentionVariant
 
 X, Y = tirx.Var("x", "float32"), tirx.Var("y", "float32")
@@ -78,15 +78,16 @@ def test_steps() -> None:
     assert read(steps(constants({0: 9.0}))) == (2, [0.0])
 
 
+@pytest.mark.parametrize("tanh", [NEAR, NEARER])
 @pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
-def test_a_folded_cap_is_accurate(cap: float) -> None:
+def test_a_folded_cap_is_accurate(cap: float, tanh: Series) -> None:
     """In float32, as a kernel computes it, to some units in the last place of the logit."""
     logit = tirx.const(cap, "float32") * tirx.tanh(X * tirx.const(1 / cap, "float32"))
-    terms = polynomial(with_tanh_near_zero(logit), X)
+    terms = polynomial(with_tanh_near_zero(logit, tanh), X)
     assert terms is not None
     power, series = read(steps(terms))
     assert power == 2
-    x = np.linspace(-NEAR_ZERO * cap, NEAR_ZERO * cap, 20001).astype(np.float32)
+    x = np.linspace(-tanh.reach * cap, tanh.reach * cap, 20001).astype(np.float32)
     got = np.full_like(x, series[0])
     for coefficient in series[1:]:
         got = got * (x * x) + np.float32(coefficient)

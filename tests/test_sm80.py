@@ -191,14 +191,21 @@ def test_places_are_looked_up_and_noted_without_branches() -> None:
 
 BARE = re.compile(r"exp2f\(\w+\[\d+\]\)")
 """The weight of a score that is relative already: no factor, no reference."""
+CAPPED = re.compile(r"exp2f\(\(\((\w+\[\d+\]) \* \(.*\(\1 \* \1\)")
+"""The weight of a product that becomes a score where it is weighed, by a series of its square."""
 
 
 @pytest.mark.parametrize(
-    ("name", "folded"), [("causal", False), ("alibi", True), ("soft_cap", True)]
+    ("name", "bare", "capped"),
+    [("causal", False, False), ("alibi", True, False), ("soft_cap", False, True)],
 )
-def test_folded_hooks_leave_scores_relative_to_the_references(name: str, folded: bool) -> None:
+def test_folded_hooks_make_scores_relative_to_the_references(
+    name: str, bare: bool, capped: bool
+) -> None:
+    """A bounded one where products are weighed, in the basic blocks of multiplications."""
     spec, target = AttentionSpec(8, 2, 128, q_dtype="bfloat16"), parse_target("sm_90")
     tile = cuda_tiles(spec, target)[1]
     body = generate_kernel(spec, VARIANTS[name](spec), tile, target).body
     scores = tile.row_tiles * tile.block // COLUMNS * ACCUMULATORS
-    assert len(BARE.findall(body)) == folded * scores
+    assert len(BARE.findall(body)) == bare * scores
+    assert len(CAPPED.findall(body)) == capped * scores

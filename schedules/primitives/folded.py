@@ -25,7 +25,7 @@ from tvm_attn.schedules.primitives.task import LaneRows
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.polynomial import Polynomial, depends_on, polynomial, steps
 from tvm_attn.tir.states import f32
-from tvm_attn.tir.tanh import NEAR_ZERO, tanh_arguments, with_tanh_near_zero
+from tvm_attn.tir.tanh import NEAR, Series, tanh_arguments, with_tanh_near_zero
 from tvm_attn.variant import Expr
 
 QUERY = ("batch", "kv_head", "qo_len", "kv_len", "qo_idx", "q_pos", "qo_head")
@@ -47,7 +47,7 @@ __device__ __forceinline__ int largest_of_three(int a, float b, float c) {
 def is_folded(hooks: Hooks) -> bool:
     """Whether a hook's logits are polynomials with coefficients that are the same for all keys.
 
-    Up to `NEAR_ZERO`, as long as ``tanh`` is called with multiples of the logit.
+    Near 0, as long as ``tanh`` is called with multiples of the logit.
     """
     if hooks.variant.logits_transform is None or not hooks.variant.use_softmax:
         return False
@@ -105,7 +105,8 @@ class Fold:
 
     ``series[i]`` are the coefficients for row `i` as `polynomial.steps` orders them, ``power`` that
     of what they are a series in, ``steepest`` what a product is at most multiplied with to become
-    the argument of a ``tanh``, if there is one.
+    the argument of a ``tanh``, if there is one, and ``reach`` how large that may be. ``rests`` has
+    room for what is subtracted from the scores of each row.
     """
 
     cta: Cta
@@ -113,10 +114,12 @@ class Fold:
     power: int
     series: Sequence[Sequence[Expr]]
     steepest: Expr | None
+    reach: float
     biases: Sequence[Bias] | None
+    rests: Any
 
     @staticmethod
-    def prepare(cta: Cta, rows: LaneRows, kv0: Expr) -> Fold:
+    def prepare(cta: Cta, rows: LaneRows, kv0: Expr, tanh: Series = NEAR) -> Fold:
         """Compute the coefficients for the block that begins with key `kv0`."""
         exprs, slopes, power = [], [], 1
         x = tirx.Var("product", "float32")
@@ -124,13 +127,38 @@ class Fold:
             logit = cta.hooks.logit(rows.pair(i, T.int32(0)), x * rows.factor)
             for argument in tanh_arguments(logit):
                 slopes.append(tirx.abs((polynomial(argument, x) or {})[1]))
-            power, series = steps(score_terms(cta, rows, i, T.int32(0)))
+            power, series = steps(score_terms(cta, rows, i, T.int32(0), tanh))
             exprs.append(series)
         is_same = all(tvm_ffi.structural_equal(list(e), list(exprs[0])) for e in exprs)
         held = [hold(exprs[0])] * cta.rows if is_same else [hold(e) for e in exprs]
         steepest = hold([reduce(tirx.max, slopes)])[0] if slopes else None
         biases = linear_biases(cta, rows, kv0 + cta.lane.column(0) + last_offset(cta))
-        return Fold(cta, rows, power, held, steepest, biases)
+        rests = T.alloc_local((cta.rows,), "float32")
+        return Fold(cta, rows, power, held, steepest, tanh.reach, biases, rests)
+
+    def scored(self, i: int, x: Expr) -> Expr:
+        """Return the score of a product in row `i`, but for what does not depend on the product."""
+        slope, *others = self.series[i]
+        for coefficient in others:
+            slope = slope * (x * x if self.power == 2 else x) + coefficient
+        return x * slope
+
+    def relative(self, i: int, x: Expr) -> Expr:
+        """Return the score of a product in row `i`, of which nothing else is, minus the rest."""
+        return self.scored(i, x) - self.rests[i]
+
+    def begin_at(self, references: Sequence[Expr]) -> None:
+        """Let scores be relative to references."""
+        for i, reference in enumerate(references):
+            T.buffer_store(self.rests, reference, [i])
+
+    def become_identity(self) -> None:
+        """Let relative scores be what is there, as products were made them already."""
+        for *others, slope in self.series:
+            for coefficient in others:
+                assign(coefficient, f32(0.0))
+            assign(slope, f32(1.0))
+        self.begin_at([f32(0.0)] * self.cta.rows)
 
     def score(self, some: Sequence[Element], kv0: Expr, less: Sequence[Expr]) -> None:
         """Turn products into scores minus what `less` has for each row, step by step together."""
@@ -177,7 +205,7 @@ class Fold:
         if self.steepest is None:
             return has_empty
         size = self.largest_product(some)
-        excess = size * self.steepest - f32(NEAR_ZERO)
+        excess = size * self.steepest - f32(self.reach)
         if is_bounded(self.cta.hooks):
             for bound, reference in zip(self.bounds(size), references, strict=True):
                 excess = tirx.max(excess, bound - (reference + f32(slack)))
@@ -199,6 +227,11 @@ class Fold:
         return bounds
 
 
+def assign(register: Any, value: Expr) -> None:
+    """Assign to a register that `hold` has made."""
+    T.buffer_store(register.source, value, register.indices)
+
+
 def hold(values: Sequence[Expr]) -> list[Expr]:
     """Compute values into registers."""
     registers = T.alloc_local((len(values),), "float32")
@@ -207,11 +240,11 @@ def hold(values: Sequence[Expr]) -> list[Expr]:
     return [registers[i] for i in range(len(values))]
 
 
-def score_terms(cta: Cta, rows: LaneRows, i: int, key: Expr) -> Polynomial:
+def score_terms(cta: Cta, rows: LaneRows, i: int, key: Expr, tanh: Series = NEAR) -> Polynomial:
     """Return the polynomial in a product that the score of a row and a key is."""
     x = tirx.Var("product", "float32")
     score = cta.hooks.logit(rows.pair(i, key), x * rows.factor) * f32(cta.hooks.accumulation.unit)
-    terms = polynomial(with_tanh_near_zero(score), x)
+    terms = polynomial(with_tanh_near_zero(score, tanh), x)
     assert terms is not None
     return terms
 

@@ -5,6 +5,9 @@ Operands are loaded one step ahead of the multiplications that need them.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from tvm.script import tirx as T
 
 from tvm_attn.schedules.primitives.cta import Cta
@@ -17,6 +20,7 @@ from tvm_attn.schedules.primitives.fragments import (
     multiply,
     pack,
 )
+from tvm_attn.schedules.primitives.scores import Weigh
 from tvm_attn.schedules.primitives.shapes import DEPTH, ROWS
 from tvm_attn.schedules.primitives.staging import copy_found, copy_rows, find_rows
 from tvm_attn.tir.states import f32
@@ -127,37 +131,39 @@ def qk(cta, s, first, second):
                     multiply(cta.dtype, r.score, at, r.left, cta.query(d, m), r.right, right)
 
 
-@T.inline
-def weigh(cta, weight, j):
+def weigh(cta: Cta, weight: Weigh, j: Any) -> None:
     """Turn the scores of 16 keys into weights, as a left operand, and sum them before rounding."""
+    r = cta.registers
+    for m, n, h in itertools.product(range(cta.row_tiles), range(2), range(HALVES)):
+        i, at = m * HALVES + h, cta.score(m, j * 2 + n, h)
+        for e in range(2):
+            T.buffer_store(r.score, weight(i, r.score[at + e]), [at + e])
+            T.buffer_store(r.total, r.total[i] + r.score[at + e], [i])
+        register = r.weight[m * LEFT + n * 2 + h]
+        T.evaluate(pack(cta.dtype, register, r.score[at], r.score[at + 1]))
+
+
+@T.inline
+def multiply_values(cta, values, step):
+    """Multiply weights with 16 elements of 16 values, of the step and tile that `step` counts."""
     r = T.meta_var(cta.registers)
+    tiles = T.meta_var(cta.value_tiles // 2)
+    if step + 1 < cta.tile.block // DEPTH * tiles:
+        load_values(cta, values, step + 1, tiles)
     for m in T.unroll(cta.row_tiles):
-        for n in T.unroll(2):
-            for h in T.unroll(HALVES):
-                at = T.meta_var(cta.score(m, j * 2 + n, h))
-                i = T.meta_var(m * HALVES + h)
-                for e in T.unroll(2):
-                    r.score[at + e] = weight(i, r.score[at + e])
-                    r.total[i] = r.total[i] + r.score[at + e]
-                pack(cta.dtype, r.weight[m * LEFT + n * 2 + h], r.score[at], r.score[at + 1])
+        for h in T.unroll(2):
+            at = T.meta_var(cta.out(m, step % tiles * 2 + h))
+            right = T.meta_var(step % 2 * PAIR + h * RIGHT)
+            multiply(cta.dtype, r.out, at, r.weight, m * LEFT, r.right, right)
 
 
 @T.inline
 def pv(cta, weight, s):
     """Weigh the scores, and multiply them with the values of a block."""
-    r = T.meta_var(cta.registers)
-    steps = T.meta_var(cta.tile.block // DEPTH)
     tiles = T.meta_var(cta.value_tiles // 2)
     values: T.uint32 = value_corner(cta, s)
     load_values(cta, values, 0, tiles)
-    for j in T.unroll(steps):
+    for j in T.unroll(cta.tile.block // DEPTH):
         weigh(cta, weight, j)
         for n in T.unroll(tiles):
-            step = T.meta_var(j * tiles + n)
-            if step + 1 < steps * tiles:
-                load_values(cta, values, step + 1, tiles)
-            for m in T.unroll(cta.row_tiles):
-                for h in T.unroll(2):
-                    at = T.meta_var(cta.out(m, n * 2 + h))
-                    right = T.meta_var(step % 2 * PAIR + h * RIGHT)
-                    multiply(cta.dtype, r.out, at, r.weight, m * LEFT, r.right, right)
+            multiply_values(cta, values, j * tiles + n)

@@ -39,12 +39,18 @@ from tvm_attn.schedules.primitives.scores import (
     softmax,
     weigher,
 )
-from tvm_attn.schedules.primitives.task import at_hand
+from tvm_attn.schedules.primitives.task import Task, at_hand
 from tvm_attn.tir.states import f32
+from tvm_attn.tir.tanh import NEAR, NEARER
 from tvm_attn.variant import Expr
 
+NO_WEIGHT = -1000.0
+"""A score so far below its reference weighs nothing."""
 AT_ONCE = 32
 """Scores that are made at a time: half of those of 32 rows and 64 keys."""
+AHEAD = {"bfloat16": 24.0, "float16": 0.0}
+"""How far references are raised beyond the largest bias, which may grow that much more until they
+are raised again: weights are still normal."""
 CLOSE = 8.0
 """How far from the largest score a reference may be taken: weights are still normal in float16."""
 
@@ -66,6 +72,8 @@ def leaves_reach(cta: Cta, fold: Fold) -> Expr:
     relative to them would lose digits, if nothing foretells how large scores are.
     """
     some = elements(cta, 0, cta.key_tiles)
+    if is_bounded(cta.hooks):  # whose scores are far above the references of rows without keys
+        return fold.reaches(some, references(cta), slack(cta), T.bool(False))
     lowest = cta.hooks.accumulation.lowest if is_foretold(cta, fold) else LOW
     return fold.reaches(some, references(cta), slack(cta), has_below(cta, lowest))
 
@@ -105,7 +113,7 @@ def raise_references(cta):
     for i in T.unroll(cta.rows):
         r.best[i] = T.max(r.best[i], over_row(r.best[i], 1))
         r.best[i] = T.max(r.best[i], over_row(r.best[i], 2))
-        r.best[i] = T.max(r.best[i], r.reference[i])
+        r.best[i] = T.max(r.best[i] + f32(AHEAD[cta.dtype]), r.reference[i])
         r.scale[i] = state.rescale(r.reference[i], r.best[i])
         r.reference[i] = r.best[i]
         rescale_row(cta, i)
@@ -116,6 +124,15 @@ def fold_scores(cta: Cta, fold: Fold, kv0: Expr, less: Sequence[Expr]) -> None:
     some = elements(cta, 0, cta.key_tiles)
     for first in range(0, len(some), AT_ONCE):
         fold.score(some[first : first + AT_ONCE], kv0, less)
+
+
+def score_bounded(cta: Cta, fold: Fold) -> None:
+    """Turn products into scores minus the references, if nothing else is in scores."""
+    r = cta.registers
+    for at in elements(cta, 0, cta.key_tiles):
+        place = register(cta, at)
+        score = fold.scored(at.i, r.score[place]) - r.reference[at.i]
+        T.buffer_store(r.score, score, [place])
 
 
 def scale_scores(cta: Cta, factor: Expr) -> None:
@@ -143,6 +160,15 @@ def shift_scores(cta: Cta, before: Expr) -> None:
         place = register(cta, at)
         moved = before[at.i] - r.reference[at.i]
         T.buffer_store(r.score, r.score[place] + moved, [place])
+
+
+def keep_finite(cta: Cta) -> None:
+    """Leave scores of hidden keys that have powers, too: those relative to references."""
+    c, hidden = cta.registers.score, f32(cta.hooks.accumulation.hidden)
+    for at in elements(cta, 0, cta.key_tiles):
+        place = register(cta, at)
+        shown = tirx.Select(c[place] == hidden, f32(NO_WEIGHT), c[place])
+        T.buffer_store(c, shown, [place])
 
 
 @T.inline
@@ -173,9 +199,48 @@ def foresee(cta, fold, last, is_far):
 
 
 @T.inline
-def relate(cta, task, factor, kv0):
+def relate_logits(cta, task, factor, kv0):
+    """Turn the products of a block into scores minus the references, by way of logits."""
+    logits(cta, task, kv0, T.bool(True))
+    mask(cta, task, kv0)
+    softmax(cta, factor)
+    scale_scores(cta, factor)
+
+
+@T.inline
+def relate_farther(cta, task, factor, kv0):
+    """Turn products into finite scores minus the references: if they are in reach, by a series."""
+    fold = T.meta_var(Fold.prepare(cta, at_hand(cta, task), kv0, NEAR))
+    is_far = T.alloc_local((1,), "int32")
+    is_far[0] = may_hide(cta, task, kv0)
+    if is_far[0] == 0:
+        is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    if is_far[0] != 0:
+        relate_logits(cta, task, factor, kv0)
+        keep_finite(cta)
+    else:
+        score_bounded(cta, fold)
+
+
+@T.inline
+def relate_bounded(cta, task, factor, kv0, fold):
+    """Leave products that are near 0: they become scores where they are weighed.
+
+    Others become scores minus the references, of which weighing then makes the same ones.
+    """
+    is_far = T.alloc_local((1,), "int32")
+    is_far[0] = may_hide(cta, task, kv0)
+    if is_far[0] == 0:
+        is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    fold.begin_at(references(cta))
+    if is_far[0] != 0:
+        relate_farther(cta, task, factor, kv0)
+        fold.become_identity()
+
+
+@T.inline
+def relate_unbounded(cta, task, factor, kv0, fold):
     """Turn the products of a block into scores minus the references, which move if outgrown."""
-    fold = T.meta_var(Fold.prepare(cta, at_hand(cta, task), kv0))
     last = T.alloc_local((cta.rows,), "float32")
     is_far = T.alloc_local((1,), "int32")
     is_far[0] = may_hide(cta, task, kv0)
@@ -186,20 +251,34 @@ def relate(cta, task, factor, kv0):
         if is_far[0] == 0:
             foresee(cta, fold, last, is_far)
     if is_far[0] != 0:
-        logits(cta, task, kv0, T.bool(True))
-        mask(cta, task, kv0)
-        softmax(cta, factor)
-        scale_scores(cta, factor)
+        relate_logits(cta, task, factor, kv0)
     elif fold.biases is not None:
         fold_scores(cta, settled(fold, last), kv0, [f32(0.0)] * cta.rows)
     else:
         fold_scores(cta, fold, kv0, references(cta))
-        if not is_bounded(cta.hooks):
-            follow(cta, factor)
+        follow(cta, factor)
 
 
-def weigher_of(cta: Cta, factor: Expr) -> Weigh:
+@T.inline
+def relate(cta, task, factor, kv0, fold):
+    """Make of the products of a block what `weigher_of` weighs, and move outgrown references."""
+    if is_bounded(cta.hooks):
+        relate_bounded(cta, task, factor, kv0, fold)
+    else:
+        relate_unbounded(cta, task, factor, kv0, fold)
+
+
+def prepare_fold(cta: Cta, task: Task, kv0: Expr) -> Fold | None:
+    """Compute the coefficients of a folded hook for a block; None if none is folded."""
+    if not is_folded(cta.hooks):
+        return None
+    return Fold.prepare(cta, at_hand(cta, task), kv0, NEARER if is_bounded(cta.hooks) else NEAR)
+
+
+def weigher_of(cta: Cta, factor: Expr, fold: Fold | None) -> Weigh:
     """Return what turns what there is of a score in a row into its weight."""
-    if is_folded(cta.hooks):
-        return lambda i, score: tirx.exp2(score)
-    return weigher(cta, factor)
+    if fold is None:
+        return weigher(cta, factor)
+    if is_bounded(cta.hooks):
+        return lambda i, product: tirx.exp2(fold.relative(i, product))
+    return lambda i, score: tirx.exp2(score)

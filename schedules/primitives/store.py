@@ -15,9 +15,6 @@ def store_row(cta, task, outputs, i):
     r, hooks = T.meta_var((cta.registers, cta.hooks))
     at = T.meta_var(task.index(task.row(cta.place(i))))
     row = T.meta_var(task.query(task.row(cta.place(i))))
-    value_factor = T.meta_var(outputs.scales.value_factor(task.kv_head))
-    r.scale[i] = r.scale[i] * hooks.share(row, r.best[i]) * value_factor
-    r.best[i] = hooks.seeded(row, r.best[i])
     for n in T.unroll(cta.value_tiles):
         o = T.meta_var(cta.out(i // HALVES, n, i % HALVES))
         low = T.meta_var(hooks.output(row, r.out[o] * r.scale[i], r.best[i]))
@@ -48,14 +45,35 @@ def store_part(cta, task, outputs, i):
 
 
 @T.inline
-def store_state(cta, task, outputs):
-    """Close the rows and store them: results of a whole unit, a partial state of a piece."""
+def close_rows(cta):
+    """Add up the totals of the lane's rows, side by side, and see what follows from them."""
     r, state = T.meta_var((cta.registers, cta.hooks.accumulation))
+    for lanes in T.unroll(2):
+        for i in T.unroll(cta.rows):
+            r.total[i] = r.total[i] + over_row(r.total[i], 1 + lanes)
     for i in T.unroll(cta.rows):
-        r.total[i] = r.total[i] + over_row(r.total[i], 1)
-        r.total[i] = r.total[i] + over_row(r.total[i], 2)
         r.best[i] = state.lse(r.reference[i], r.total[i])
         r.scale[i] = state.inverse(r.total[i])
+
+
+@T.inline
+def finish_rows(cta, task, value_factor):
+    """Work out what outputs are multiplied with, and the LSEs, of results."""
+    r, hooks = T.meta_var((cta.registers, cta.hooks))
+    for i in T.unroll(cta.rows):
+        row = T.meta_var(task.query(task.row(cta.place(i))))
+        r.scale[i] = r.scale[i] * hooks.share(row, r.best[i]) * value_factor
+        r.best[i] = hooks.seeded(row, r.best[i])
+
+
+@T.inline
+def store_state(cta, task, outputs):
+    """Close the rows and store them: results of a whole unit, a partial state of a piece."""
+    value_factor: T.float32 = outputs.scales.value_factor(task.kv_head)
+    close_rows(cta)
+    if task.slot == NO_SLOT:
+        finish_rows(cta, task, value_factor)
+    for i in T.unroll(cta.rows):
         if task.row0 + cta.place(i) < task.row_end:
             if task.slot == NO_SLOT:
                 store_row(cta, task, outputs, i)

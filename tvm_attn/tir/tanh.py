@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import tvm_ffi
 from tvm import ir
 
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
-NEAR_ZERO = 0.4
-"""Largest argument of `tanh_near_zero`."""
-COEFFICIENTS = (-0.333318823, 0.13277629, -0.047794221)
-"""tanh(x) = x + x**3 * (...) of x**2, fitted to the least relative error up to there: 1.2e-7."""
+
+class Series(NamedTuple):
+    """tanh(x) = x + x**3 * (...) of x**2, fitted to the least relative error up to `reach`."""
+
+    reach: float
+    coefficients: tuple[float, ...]
 
 
-def tanh_near_zero(x: Expr) -> Expr:
-    """Return ``tanh(x)`` where ``|x|`` is at most `NEAR_ZERO`."""
+NEAR = Series(0.4, (-0.333318823, 0.13277629, -0.047794221))
+"""Its error is 1.2e-7."""
+NEARER = Series(0.2, (-0.33329698, 0.13038027))
+"""Its error is 1.3e-7."""
+NEAR_ZERO = NEAR.reach
+"""Largest argument of `tanh_near_zero`, if it is not said which."""
+
+
+def tanh_near_zero(x: Expr, series: Series = NEAR) -> Expr:
+    """Return ``tanh(x)`` where ``|x|`` is within the reach of a series."""
     square = x * x
-    series = f32(COEFFICIENTS[-1])
-    for coefficient in COEFFICIENTS[-2::-1]:
-        series = series * square + f32(coefficient)
-    return x + x * square * series
+    *others, last = series.coefficients
+    sum_ = f32(last)
+    for coefficient in reversed(others):
+        sum_ = sum_ * square + f32(coefficient)
+    return x + x * square * sum_
 
 
 def tanh_arguments(expr: Expr) -> list[Expr]:
@@ -35,11 +48,11 @@ def tanh_arguments(expr: Expr) -> list[Expr]:
     return found
 
 
-def with_tanh_near_zero(expr: Expr) -> Expr:
+def with_tanh_near_zero(expr: Expr, series: Series = NEAR) -> Expr:
     """Return an expression whose calls of ``tanh`` have arguments near 0."""
 
     def replace(call: Expr) -> Expr:
-        return tanh_near_zero(call.args[0]) if _is_tanh(call) else call
+        return tanh_near_zero(call.args[0], series) if _is_tanh(call) else call
 
     return tvm_ffi.structural_map(expr, (ir.Call, replace), order="post")
 
