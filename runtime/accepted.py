@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tvm_attn.runtime.device import ROW_BYTES, NewTensor, guards
@@ -37,6 +38,7 @@ def is_alike(tensor: Any, accepted: Signature) -> bool:
     shape, strides, dtype, device = accepted
     return (
         type(tensor) is torch.Tensor
+        and not tensor.is_nested  # which has no shape
         and tensor.shape == shape
         and (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
         and tensor.dtype is dtype
@@ -68,8 +70,9 @@ def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 def is_plain(scales: tuple[Any, ...], params: Mapping[str, Any]) -> bool:
-    """Whether there is no tensor among scales and parameters: its content may change."""
-    return not any(isinstance(given, torch.Tensor) for given in (*scales, *params.values()))
+    """Whether scales and parameters are numbers: the content of all else may change."""
+    given = (*scales, *params.values())
+    return all(value is None or isinstance(value, int | float | np.generic) for value in given)
 
 
 class AcceptedRun:
@@ -151,7 +154,9 @@ class AcceptedRun:
             and (self._has(params) if params else not self._params)
             and (
                 (
-                    self._are_known(q, k, v)
+                    type(q) is type(k) is type(v) is torch.Tensor
+                    and not (q.is_nested or k.is_nested or v.is_nested)  # guards would abort
+                    and self._are_known(q, k, v)
                     and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_BYTES
                 )
                 or (is_alike(q, self._q) and is_alike(k, self._k) and is_alike(v, self._v))
@@ -161,9 +166,13 @@ class AcceptedRun:
 
     def writes(self, out: Any) -> bool:
         """Whether there is room for results in a tensor, as there was in one that was checked."""
+        if self._out is None or type(out) is not torch.Tensor:
+            return False
+        if out.is_nested or out.requires_grad:
+            return False
         if self._is_known_out(out) and not out.data_ptr() % ROW_BYTES:
             return True
-        return self._out is not None and is_alike(out, self._out)
+        return is_alike(out, self._out)
 
     def write(self, out: torch.Tensor) -> None:
         """Take note that there is room for results in a tensor."""

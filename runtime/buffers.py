@@ -99,7 +99,7 @@ class Block:
 
     def __init__(self, layout: Layout, pool: Pool, pinned: bool):
         self.layout, self.pool = layout, pool
-        self.memory = torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned)
+        self.memory = torch.zeros(layout.size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._words: Ints = self.memory.numpy()
         self.arrays: dict[Any, Ints] = {
             name: self._words[begin : begin + math.prod(shape)].reshape(shape)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tvm_attn.errors import ShapeError
+from tvm_attn.errors import DTypeError, ShapeError
 
 CPU = torch.device("cpu")
 ROW_BYTES = 16
@@ -28,7 +28,11 @@ def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeErr
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise `ShapeError` if elements of a tensor to write to are one and the same, as expanded."""
+    """Raise a typed error if a tensor cannot be written to: gradients, or elements that are one."""
+    if tensor.requires_grad:
+        raise DTypeError(
+            f"{name} requires gradients, which results do not have; pass {name}.detach()"
+        )
     if tensor.is_contiguous():
         return
     steps = zip(tensor.shape, tensor.stride(), strict=True)

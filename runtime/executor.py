@@ -282,6 +282,8 @@ def check_tensor(
     """Raise a typed error unless a tensor is as the kernel expects it; None is any size."""
     if not isinstance(tensor, torch.Tensor):
         raise DTypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ShapeError(f"{name} is a nested tensor; pass {name}.values(), and where rows begin")
     if tensor.dtype is not dtype:
         raise DTypeError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
     given = tensor.shape

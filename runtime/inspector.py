@@ -69,7 +69,7 @@ class Inspector:
         self._group_size = group_size
         self._num_kv_heads = num_kv_heads
         self._shelf = Shelf(families, num_kv_heads)
-        self._none = pack_host(torch.empty(0, dtype=torch.int32))
+        self._none = pack_host(torch.empty(0, dtype=torch.int32, device="cpu"))
 
     def plan(
         self,

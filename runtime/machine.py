@@ -99,7 +99,7 @@ class CpuMachine:
     def __init__(self, spec: AttentionSpec, families: Sequence[Family], num_ctas: int | None):
         self._spec = spec
         self._num_ctas = [num_ctas or num_threads() * family.residents for family in families]
-        self._ones = torch.ones(spec.num_kv_heads, dtype=torch.float32)
+        self._ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device="cpu")
 
     def plan_device(self, wanted: torch.device | None) -> torch.device:
         """Return the CPU."""

@@ -86,7 +86,7 @@ def _owned(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     beyond = READ_BEYOND // value.element_size()
-    room = torch.empty(value.numel() + beyond, dtype=value.dtype)
+    room = torch.empty(value.numel() + beyond, dtype=value.dtype, device="cpu")
     return room[: value.numel()].view(value.shape).copy_(value)
 
 

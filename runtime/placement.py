@@ -99,7 +99,7 @@ class Placement:
         if self.there is not None:
             return self.there.unread_lse(rows)
         if self._unread is None:
-            self._unread = torch.empty((rows, heads), dtype=torch.float32)
+            self._unread = torch.empty((rows, heads), dtype=torch.float32, device="cpu")
         return self._unread
 
     def follow(self, stream: torch.cuda.Stream) -> None:

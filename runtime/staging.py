@@ -41,7 +41,9 @@ class Copies:
         contents = [_as_bytes(array) for array in arrays]
         sizes = (-(-len(content) // ALIGNMENT) * ALIGNMENT for content in contents)
         *begins, size = accumulate(sizes, initial=0)
-        staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        staged = torch.empty(
+            size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+        )
         host = staged.numpy()
         for content, begin in zip(contents, begins, strict=True):
             host[begin : begin + len(content)] = content
@@ -107,7 +109,7 @@ def copy_there(values: torch.Tensor, target: torch.Tensor) -> None:
     What is on the host already leaves from a pinned copy.
     """
     if values.is_cpu and target.is_cuda:
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         values = pinned.copy_(values)
     target.copy_(values, non_blocking=True)
 

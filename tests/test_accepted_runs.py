@@ -6,11 +6,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.batches import Batch, random_batch
-from tests.cases import kernel
+from tests.cases import arguments, kernel
 from tests.test_runtime_cuda import SPEC, for_gpu
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError, VariantError
 from tvm_attn.runtime import accepted, cuda
@@ -303,3 +304,42 @@ def test_a_run_where_the_one_before_was_is_ready_at_once(
         assert machine.ready(plan) is None and followed == ["load", 7]
     now["stream"] = 0
     assert machine.ready(plan) is None and followed == ["load", 7, 0]
+
+
+def test_an_array_of_a_scale_may_change(batch: Batch) -> None:
+    module = kernel("full", SPEC)
+    plan, scale = module.plan(batch.fmt), np.array(0.5)
+    first = module.run(plan, batch.q, batch.kv, v_scale=scale)
+    scale *= 2
+    assert torch.equal(module.run(plan, batch.q, batch.kv, v_scale=scale), 2 * first)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused(batch: Batch) -> None:
+    """Whether a run like it was accepted before or not."""
+    module = kernel("full", SPEC)
+    plan, out = module.plan(batch.fmt), torch.empty_like(batch.q)
+    nested = torch.nested.nested_tensor([batch.q[:1], batch.q[1:]])
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="q is a nested tensor"):
+            module.run(plan, nested, batch.kv)
+        with pytest.raises(ShapeError, match="out is a nested tensor"):
+            module.run(plan, batch.q, batch.kv, out=nested)
+        module.run(plan, batch.q, batch.kv, out=out)
+
+
+def test_results_are_not_written_where_gradients_are_kept(batch: Batch) -> None:
+    module = kernel("full", SPEC)
+    plan, out = module.plan(batch.fmt), torch.empty_like(batch.q)
+    module.run(plan, batch.q, batch.kv, out=out)
+    with pytest.raises(DTypeError, match="out requires gradients"):
+        module.run(plan, batch.q, batch.kv, out=out.requires_grad_())
+
+
+def test_the_default_device_is_not_asked(batch: Batch) -> None:
+    module = kernel("custom_mask", SPEC)
+    masks = arguments("custom_mask", batch).plan
+    expected = module.run(module.plan(batch.fmt, **masks), batch.q, batch.kv)
+    with torch.device("meta"):
+        got = module.run(module.plan(batch.fmt, **masks), batch.q, batch.kv)
+    assert torch.equal(got, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +99,49 @@ def test_elements_of_a_row(name: str, hook: Callable[..., Any], words: str) -> N
 def test_what_may_be_read(hook: Callable[..., Any]) -> None:
     variant = AttentionVariant(query_transform=hook, params=(TABLE,))
     assert "query_transform: " in fingerprint(Hooks(variant), SPEC)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda ctx: not (ctx.kv_pos == 2),
+        lambda ctx: ctx.kv_pos in (2, 3),
+        lambda ctx: any(ctx.kv_pos == i for i in (2, 3)),
+        lambda ctx: ctx.kv_pos == 2 or ctx.kv_pos == 3,
+        lambda ctx: ctx.kv_pos != 2 and ctx.kv_pos != 3,
+        lambda ctx: ctx.kv_pos < 3 if ctx.qo_head == 0 else ctx.kv_pos < 4,
+    ],
+)
+def test_equality_is_not_decided_while_tracing(hook: Callable[..., Any]) -> None:
+    assert_refused(AttentionVariant(mask=hook), hook, "whether expressions are equal is not known")
+    x = tirx.Var("x", "int32")
+    assert x == x
+    assert x in (x,), "outside of hooks TVM's answer stands"
+
+
+def test_truth_values_are_not_compared() -> None:
+    def same(ctx: Any) -> Any:
+        return (ctx.kv_pos < 5) == (ctx.q_pos < 6)
+
+    assert_refused(AttentionVariant(mask=same), same, "compares truth values")
+
+
+def test_lines_of_code_that_has_no_file_are_named() -> None:
+    names: dict[str, Any] = {}
+    exec("def mask(ctx):\n    x = 1\n    return ctx.nothing + x\n", names)
+    with pytest.raises(CompileError, match=r'File "<string>", line 3, in mask'):
+        ta.build(SPEC, AttentionVariant(mask=names["mask"]))
+
+
+def test_lines_are_a_users_in_whatever_folder(tmp_path: Path) -> None:
+    """Also in one that is called like this package."""
+    path = tmp_path / "tvm_attn" / "mine.py"
+    path.parent.mkdir()
+    path.write_text(
+        "def helper(ctx):\n    return ctx.nothing\n\n\ndef mask(ctx):\n    return helper(ctx)\n"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    with pytest.raises(CompileError) as raised:
+        ta.build(SPEC, AttentionVariant(mask=names["mask"]))
+    assert f'File "{path}", line 2, in helper' in str(raised.value)

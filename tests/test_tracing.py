@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+from tvm.error import DiagnosticError
 from tvm.script import tirx as T
 from tvm.script.parser.core import doc, evaluator
 from tvm.script.parser.core.parser import Parser, ScriptMacro
@@ -93,3 +94,13 @@ def test_functions_can_be_traced_again() -> None:
         for maker in (ListMaker(lambda *_: (T.int32(0), T.int32(9))) for _ in range(2))
     ]
     assert work[0] == work[1]
+
+
+def test_a_condition_that_is_none_is_refused_as_the_parser_does() -> None:
+    window = None
+    with pytest.raises(DiagnosticError, match="Expected Python bool or TIR bool"):
+
+        @T.prim_func(s_tir=True, check_well_formed=False)
+        def function(buffer_h: T.handle) -> None:
+            buffer = T.match_buffer(buffer_h, (8,), "int32")
+            buffer[0] = 1 if window else 2

@@ -47,7 +47,7 @@ _HOMES = {
     "tvm_attn.quantization": ("packbits", "segment_packbits"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("errors", "variants", "viz", *(home.split(".")[1] for home in _HOMES))
+_MODULES = ("errors", "reference", "variants", "viz", *(home.split(".")[1] for home in _HOMES))
 
 __all__ = sorted([*_HOME_OF, "errors", "variants"])
 

@@ -249,8 +249,11 @@ class _Interpreter:
         test = self.value(parser, node.test)
         if isinstance(test, bool):
             return self.value(parser, node.body if test else node.orelse)
+        tvm = self._evaluator.tvm
+        if not (tvm.ir.is_prim_expr(test) and test.ty.matches_code(tvm.DataTypeCode.BOOL)):
+            return self._slow(parser, node)  # which says what is wrong
         values = [self.value(parser, one) for one in (node.body, node.orelse)]
-        return self._evaluator.tvm.tirx.op.if_then_else(test, *values)
+        return tvm.tirx.op.if_then_else(test, *values)
 
 
 def _called(function: Any, /, *args: Any, **named: Any) -> Any:

@@ -120,4 +120,4 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     between = [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
-    return torch.tensor(slopes + between, dtype=torch.float32)
+    return torch.tensor(slopes + between, dtype=torch.float32, device="cpu")

@@ -218,4 +218,4 @@ def _page_table(
         )
     begins = torch.nn.functional.pad(needed.cumsum(0), (1, 0)).to(torch.int32)
     shift = torch.repeat_interleave(indptr[:-1] - begins[:-1], needed)
-    return begins, indices[torch.arange(int(begins[-1])) + shift], last
+    return begins, indices[torch.arange(int(begins[-1]), device="cpu") + shift], last

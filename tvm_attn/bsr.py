@@ -314,7 +314,7 @@ class BSR:
         indptr = index_array(kv_indptr, "kv_indptr")
         if len(trees) + 1 != len(indptr):
             raise ShapeError(f"{len(trees)} trees in parents, {len(indptr) - 1} rows in kv_indptr")
-        nodes = torch.tensor(list(accumulate((len(tree) for tree in trees), initial=0)))
+        nodes = torch.tensor([0, *accumulate(map(len, trees))], device="cpu")
         fmt = cls(
             qo_indptr=nodes.to(indptr.device, torch.int32),
             kv_indptr=indptr,

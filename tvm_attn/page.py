@@ -212,7 +212,7 @@ def _append(
     library = _library(k.shape[3], v.shape[3], k.dtype, k.device, unit)
     if k.is_cpu:
         num_pages, page_size, *_ = k.shape
-        outside = torch.empty(1, dtype=torch.int32)
+        outside = torch.empty(1, dtype=torch.int32, device="cpu")
         library["find_outside"](*table.values(), num_pages, page_size, outside)
         entry = int(outside.item())
         if entry >= 0:

@@ -188,7 +188,7 @@ def plan_once(
     lengths = len(q), k.shape[token_axis]
     if held is not None and _serves(held, kernel, lengths, options):
         return kernel, held
-    indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
+    indptrs = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in lengths)
     with on_device(q.device):
         return kernel, kernel.plan(*indptrs, **options.plan_params())
 

@@ -7,7 +7,6 @@ a traceback still leads to the user's own line.
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tvm import tirx
@@ -16,8 +15,9 @@ from tvm_attn._hook_code import declaration
 from tvm_attn.errors import CompileError
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.hook_arrays import integer
-from tvm_attn.tir.hook_checks import check_elements, check_variables
+from tvm_attn.tir.hook_checks import check_comparisons, check_elements, check_variables
 from tvm_attn.tir.hooks import Hooks
+from tvm_attn.tir.truth import is_library, undecided
 from tvm_attn.tir.visibility import clear_bits_hide
 from tvm_attn.variant import (
     HOOKS,
@@ -52,7 +52,8 @@ PAIRS = ("kv_range", "initial_state")
 RESULTS = {"mask": as_bool, "kv_range": as_position}
 """What makes an expression of a hook's result; of every other hook, `as_float`."""
 
-LIBRARIES = {"tvm_attn", "tvm", "tvm_ffi"}
+NO_SOURCE = ("<unknown", "<frozen")
+"""Names of files that frames have which are not Python's, or nobody's."""
 
 
 def fingerprint(hooks: Hooks, spec: AttentionSpec) -> str:
@@ -87,7 +88,8 @@ def _variable(name: str, dtype: str = "int32") -> Any:
 def _traced(hooks: Hooks, spec: AttentionSpec, name: str) -> str:
     try:
         given = _given(hooks, spec, name)
-        result = getattr(hooks.variant, name)(*given.arguments)
+        with undecided():
+            result = getattr(hooks.variant, name)(*given.arguments)
         results = as_pair(result) if name in PAIRS else (result,)
         return " ; ".join(_checked(RESULTS.get(name, as_float)(one), given) for one in results)
     except Exception as error:
@@ -128,6 +130,7 @@ def _given(hooks: Hooks, spec: AttentionSpec, name: str) -> _Given:
 def _checked(expr: Expr | None, given: _Given) -> str:
     if expr is not None:
         check_variables(expr, given.variables)
+        check_comparisons(expr)
         if given.row is not None:
             check_elements(expr, given.row, given.arguments[-1])
     return str(expr)
@@ -136,11 +139,18 @@ def _checked(expr: Expr | None, given: _Given) -> str:
 def _user_line(error: Exception, hook: Any) -> str:
     """Innermost line of a traceback outside of this package and TVM, else where the hook begins."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.line and not LIBRARIES & set(Path(f.filename).parts)]
+    own = [f for f in frames if _has_source(f) and not is_library(f.filename)]
     if own:
         frame = own[-1]
-        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+        place = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+        return f"{place}\n    {frame.line}" if frame.line else place
     return "\n".join(_beginnings(hook))
+
+
+def _has_source(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of Python code, be it typed in or made by ``exec``."""
+    name = frame.filename
+    return bool(frame.line) or (name.startswith("<") and not name.startswith(NO_SOURCE))
 
 
 def _beginnings(hook: Any) -> list[str]:

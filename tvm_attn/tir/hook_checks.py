@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import tvm_ffi
-from tvm import ir, sym, tirx
+from tvm import DataTypeCode, ir, sym, tirx
 
 from tvm_attn.errors import VariantError
 from tvm_attn.tir.hook_arrays import constant
@@ -27,6 +27,25 @@ def check_variables(expr: Expr, known: Iterable[Any]) -> None:
             f"returned {expr}, where {', '.join(foreign)} is a variable of its own; a hook reads "
             "its arguments and ctx: declare what else it needs as a Param"
         )
+
+
+def check_comparisons(expr: Expr) -> None:
+    """Refuse to compare truth values, which processors do not.
+
+    Raises
+    ------
+    VariantError
+        If an expression does.
+    """
+    found: list[Any] = []
+    for kind in (tirx.EQ, tirx.NE):
+        tvm_ffi.structural_walk(expr, (kind, found.append))
+    for comparison in found:
+        if comparison.a.ty.matches_code(DataTypeCode.BOOL):
+            raise VariantError(
+                f"compares truth values in {comparison}; write (a & b) | (~a & ~b) for a == b, and "
+                "(a & ~b) | (~a & b) for a != b"
+            )
 
 
 def check_elements(expr: Expr, row: Any, d: Any) -> None:
