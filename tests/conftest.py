@@ -52,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--gpu-commit", help="what is tested, for the report, where git cannot say")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.stem != "test_shipped")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run, all of its workers, a kernel cache of its own; report a GPU run."""
     report = config.getoption("--gpu-report")

@@ -14,8 +14,8 @@ from tvm_attn.target import ARCHS, parse_target
 from tvm_attn.variant import AttentionVariant
 
 OTHER = OTHER_DIMS[0]
-PARTS = 6
-"""Tests that share an architecture's kernels, so that test workers are done together."""
+PARTS = 12
+"""Tests that share an architecture's kernels, each one or two: each arch has so many at least."""
 
 
 @functools.cache
