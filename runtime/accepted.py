@@ -54,7 +54,10 @@ def never(*tensors: Any) -> bool:
 
 
 def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """Return what is sure at once, of most tensors like these, that they are; not of alignment."""
+    """Return what is sure at once, of most tensors like these, that they are; not of alignment.
+
+    It is not to be asked about a nested tensor, at which guards end the process.
+    """
     make: Any = getattr(guards, "TensorGuards", None)
     if make is None or any(type(tensor) is not torch.Tensor for tensor in tensors):
         return never

@@ -159,7 +159,9 @@ class DecodeTile(CudaTile):
     def received_words(self, dim: int) -> int:
         """Elements of outputs that a CTA has room for of a cluster: each CTA's of its share."""
         columns = self.part(dim)
-        shares = (size * int(share_columns(columns, size)) for size in self.clusters)
+        shares = (
+            size * share_columns(columns, size, size.bit_length() - 1) for size in self.clusters
+        )
         return self.received_rows * max(shares) if self.clusters else 0
 
     def ring_words(self, spec: AttentionSpec) -> int:
@@ -202,10 +204,9 @@ def state_pitch(columns: int) -> int:
     return columns + COLUMNS + (-columns) % WARP
 
 
-def share_columns(columns: int, size: Any) -> Any:
-    """Most columns of a part that a CTA of a cluster of so many has a share of."""
-    rest = SHARED_COLUMNS * size - 1
-    return (columns + rest) // (SHARED_COLUMNS * size) * SHARED_COLUMNS
+def share_columns(columns: int, size: Any, bits: Any) -> Any:
+    """Most columns of a part that a CTA of a cluster of ``size == 2**bits`` has a share of."""
+    return ((columns // SHARED_COLUMNS + size - 1) >> bits) * SHARED_COLUMNS
 
 
 def candidates(

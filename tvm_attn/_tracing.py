@@ -29,9 +29,8 @@ def speed_up_tracing() -> None:
     from tvm.script.parser.core import diagnostics, dispatch, doc, evaluator
     from tvm.script.parser.core.parser import Parser, ScriptMacro
 
-    inspect.getmodule(
-        speed_up_tracing.__code__
-    )  # looks at all modules' files, here and not in forks
+    # Looks at all modules' files: here, and not in each fork.
+    inspect.getmodule(speed_up_tracing.__code__)
     Parser.eval_expr = _Interpreter(doc, evaluator, ScriptMacro.parser_object_name).method()
     Parser.with_source_span = lambda _, node: NOWHERE
     Parser.annotate_current_source_span = lambda _, value: value

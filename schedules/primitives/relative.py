@@ -199,6 +199,15 @@ def foresee(cta, fold, last, is_far):
 
 
 @T.inline
+def ask_whether_far(cta, task, fold, kv0, is_far):
+    """Note whether keys of a block may be hidden, or products beyond the reach of a series."""
+    is_far[0] = may_hide(cta, task, kv0)
+    if fold.biases is None or fold.steepest is not None:
+        if is_far[0] == 0:
+            is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+
+
+@T.inline
 def relate_logits(cta, task, factor, kv0):
     """Turn the products of a block into scores minus the references, by way of logits."""
     logits(cta, task, kv0, T.bool(True))
@@ -212,9 +221,7 @@ def relate_farther(cta, task, factor, kv0):
     """Turn products into finite scores minus the references: if they are in reach, by a series."""
     fold = T.meta_var(Fold.prepare(cta, at_hand(cta, task), kv0, NEAR))
     is_far = T.alloc_local((1,), "int32")
-    is_far[0] = may_hide(cta, task, kv0)
-    if is_far[0] == 0:
-        is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    ask_whether_far(cta, task, fold, kv0, is_far)
     if is_far[0] != 0:
         relate_logits(cta, task, factor, kv0)
         keep_finite(cta)
@@ -229,9 +236,7 @@ def relate_bounded(cta, task, factor, kv0, fold):
     Others become scores minus the references, of which weighing then makes the same ones.
     """
     is_far = T.alloc_local((1,), "int32")
-    is_far[0] = may_hide(cta, task, kv0)
-    if is_far[0] == 0:
-        is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    ask_whether_far(cta, task, fold, kv0, is_far)
     fold.begin_at(references(cta))
     if is_far[0] != 0:
         relate_farther(cta, task, factor, kv0)
@@ -243,10 +248,7 @@ def relate_unbounded(cta, task, factor, kv0, fold):
     """Turn the products of a block into scores minus the references, which move if outgrown."""
     last = T.alloc_local((cta.rows,), "float32")
     is_far = T.alloc_local((1,), "int32")
-    is_far[0] = may_hide(cta, task, kv0)
-    if fold.biases is None or fold.steepest is not None:
-        if is_far[0] == 0:
-            is_far[0] = T.Cast("int32", any_lane(leaves_reach(cta, fold)))
+    ask_whether_far(cta, task, fold, kv0, is_far)
     if fold.biases is not None:
         if is_far[0] == 0:
             foresee(cta, fold, last, is_far)

@@ -23,7 +23,7 @@ from tvm_attn.schedules.primitives.finish import QUAD, empty, store_quad
 from tvm_attn.schedules.primitives.hopper.barriers import begin_barriers
 from tvm_attn.schedules.primitives.shapes import WORD_BYTES
 from tvm_attn.schedules.primitives.streams import StreamingCta, shared_word
-from tvm_attn.schedules.tiles_decode import SHARED_COLUMNS
+from tvm_attn.schedules.tiles_decode import SHARED_COLUMNS, share_columns
 from tvm_attn.tir.states import f32
 from tvm_attn.variant import Expr
 
@@ -48,8 +48,7 @@ class Shares:
         """Return the shares of a part of the outputs, with what is the same for all held."""
         columns = cta.tile.part(cta.spec.dim_vo)
         bits = T.Bind(bits_of_size(cta.tile, cta.cluster))
-        turns = tirx.shift_right(columns // SHARED_COLUMNS + cta.cluster - 1, bits)
-        return Shares(cta, columns, T.Bind(turns * SHARED_COLUMNS), bits)
+        return Shares(cta, columns, T.Bind(share_columns(columns, cta.cluster, bits)), bits)
 
     def owner(self, column: Expr) -> Expr:
         """CTA that has a column."""
