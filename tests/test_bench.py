@@ -64,6 +64,9 @@ def test_rows_have_names_and_published_figures() -> None:
     for name, (ours, portable) in needed.items():
         assert by_name[name].needed() == pytest.approx(ours)
         assert by_name[name].needed("sm80") == pytest.approx(portable)
+    unpublished = by_name["B2 S8192 16/16 d192-128 causal"]
+    assert unpublished.needed() == 1.0
+    assert unpublished.needed("sm80") is None
     assert all(row.limit or row.needed() for row in every)
 
 
@@ -73,6 +76,7 @@ def test_rows_have_names_and_published_figures() -> None:
         ("B8 q512 kv8192 32/8 d128 causal page16", 350, 1523),
         ("B1 S16384 32/8 d128 window1024", 317, 840),
         ("B1 S16384 32/8 d128 causal", 430, 5119),
+        ("B8 S2048 16/16 d192-128 causal", 514, 334),
     ],
 )
 def test_operations_are_counted_as_published(name: str, rate: int, microseconds: int) -> None:
@@ -90,6 +94,18 @@ def test_a_row_is_measured_beside_torch(variant: str, page_size: int | None) -> 
     assert result["needed"] == 0.625
     assert result["verdict"] == "OK"
     assert prefill.line(result).endswith("OK")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_values_narrower_than_keys_stand_beside_the_backends_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(prefill.TORCH, "torch fa2", SDPBackend.FLASH_ATTENTION)
+    row = replace(SMALL, head_dim=64, head_dim_vo=32, peers={}, cudnn=None)
+    result = prefill.measure(row, build, rounds=1)
+    assert result["needed"] == 1.0
+    assert result["ratio to cuDNN"] == 2.0
+    assert "torch fa2" not in result
 
 
 @pytest.mark.usefixtures("on_cpu")

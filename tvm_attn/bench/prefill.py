@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ def spec_of(row: Row) -> AttentionSpec:
         row.num_qo_heads,
         row.num_kv_heads,
         row.head_dim,
+        row.head_dim_vo,
         q_dtype="bfloat16",
         page_size=row.page_size,
     )
@@ -92,9 +94,10 @@ def ours(row: Row, kernel: AttentionModule) -> Work:
     q = random(sum(qo_lens), spec.num_qo_heads, spec.head_dim_qk) * row.scale
     table = page_table(qo_lens, kv_lens, row.page_size or 1)
     pages = (len(table[2]), row.page_size) if row.page_size else (sum(kv_lens),)
-    k, v = (random(*pages, spec.num_kv_heads, spec.head_dim_qk) for _ in range(2))
+    dims = (spec.head_dim_qk, spec.head_dim_vo)
+    k, v = (random(*pages, spec.num_kv_heads, dim) for dim in dims)
     plan = kernel.plan(*table[: 4 if row.page_size else 2], **args.plan)
-    out = torch.full_like(q, torch.nan)
+    out = torch.full_like(q[..., : spec.head_dim_vo], torch.nan)
     work = partial(kernel.run, plan, q, (k, v), out=out, **args.run)
     work()
     for request in {0, row.batch - 1}:
@@ -132,7 +135,11 @@ def peers(row: Row) -> dict[str, Work]:
     """Return torch's attention on the row's shape, or on the dense batch that stands for it."""
     batch, tokens = row.dense or (row.batch, row.kv_len)
     heads = (row.num_qo_heads, row.num_kv_heads, row.num_kv_heads)
-    q, k, v = (random(batch, tokens, n, row.head_dim).transpose(1, 2) for n in heads)
+    dims = (row.head_dim, row.head_dim, row.head_dim_vo or row.head_dim)
+    q, k, v = (
+        random(batch, tokens, *each).transpose(1, 2) for each in zip(heads, dims, strict=True)
+    )
+    wide = tuple(x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
     attend = partial(scaled_dot_product_attention, is_causal=row.variant != "full")
 
     def call(backend: SDPBackend, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -141,12 +148,11 @@ def peers(row: Row) -> dict[str, Work]:
 
     works: dict[str, Work] = {}
     for name, backend in TORCH.items():
-        try:
-            call(backend, k, v)
-            works[name] = partial(call, backend, k, v)
-        except RuntimeError:  # this backend has no grouped queries
-            wide = (x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
-            works[name] = partial(call, backend, *wide)
+        for kv in ((k, v), wide):  # a backend may have no grouped queries, or no such dims
+            with suppress(RuntimeError):
+                call(backend, *kv)
+                works[name] = partial(call, backend, *kv)
+                break
     return works
 
 
@@ -157,7 +163,7 @@ def measure(row: Row, build: Build, rounds: int, schedule: str | None = None) ->
     if has_plain(row):
         plain = plain_of(row)
         works["plain"] = ours(plain, build(plain))
-    if row.cudnn:
+    if row.beside_torch:
         works.update(peers(row))
     times = bursts(works, rounds=rounds)
     rate = row.flops / times["ours"] / 1e12
@@ -167,10 +173,10 @@ def measure(row: Row, build: Build, rounds: int, schedule: str | None = None) ->
         over = times["ours"] / times["plain"]
         result["time over plain causal"] = round(over, 3)
         verdicts += ["OK" if over <= row.limit else "behind"] if row.limit else []
-    if row.cudnn:
+    if row.beside_torch:
         batch, tokens = row.dense or (row.batch, row.kv_len)
         dense = replace(row, batch=batch, qo_len=tokens, kv_len=tokens, lens=(), window=0)
-        rates = {name: dense.flops / times[name] / 1e12 for name in TORCH}
+        rates = {name: dense.flops / times[name] / 1e12 for name in TORCH if name in works}
         result.update({name: round(each, 1) for name, each in rates.items()})
         result["ratio to cuDNN"] = round(rate / rates["cuDNN"], 3)
         if needed := row.needed(schedule):

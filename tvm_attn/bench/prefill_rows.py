@@ -52,6 +52,8 @@ class Row:
         Time over plain causal attention that a variant should not exceed.
     scale : float
         Factor of the queries.
+    head_dim_vo : int, optional
+        Head dim of values, where it is another one.
     """
 
     group: str
@@ -71,13 +73,15 @@ class Row:
     lens_name: str = ""
     limit: float | None = None
     scale: float = 1.0
+    head_dim_vo: int | None = None
 
     @property
     def name(self) -> str:
         """Return what tells it from other rows."""
         queries = f"q{self.qo_len} kv" if self.group == "append" else "S"
         tokens = self.lens_name or f"{queries}{self.kv_len}"
-        heads = f"{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}"
+        values = f"-{self.head_dim_vo}" if self.head_dim_vo else ""
+        heads = f"{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}{values}"
         pages = f" page{self.page_size}" if self.page_size else ""
         window = f"{self.window}" if self.window else ""
         scale = f" q x{self.scale:g}" if self.scale != 1 else ""
@@ -90,11 +94,21 @@ class Row:
             return [(length, length) for length in self.lens]
         return [(self.qo_len, self.kv_len)] * self.batch
 
+    @property
+    def beside_torch(self) -> bool:
+        """Return whether torch's attention is timed beside it."""
+        return self.group == "prefill" or self.cudnn is not None
+
     def needed(self, schedule: str | None = None) -> float | None:
-        """Return the ratio to cuDNN of the best peer that a schedule is held against."""
+        """Return the ratio to cuDNN of the best peer that a schedule is held against.
+
+        Without published figures that is cuDNN itself, for kernels of the card's own generation.
+        """
         names = MMA_SYNC if schedule == "sm80" else _PEERS
         figures = [figure for name, figure in self.peers.items() if name in names]
-        return max(figures) / self.cudnn if figures and self.cudnn else None
+        if figures and self.cudnn:
+            return max(figures) / self.cudnn
+        return 1.0 if self.beside_torch and schedule != "sm80" else None
 
     def pairs(self, qo_len: int, kv_len: int) -> float:
         """Return the visible (query, key) pairs of a request, the diagonal counted by halves."""
@@ -109,7 +123,8 @@ class Row:
     def flops(self) -> float:
         """Return the floating-point operations of the batch that count."""
         pairs = sum(self.pairs(*request) for request in self.requests)
-        return 4 * pairs * self.num_qo_heads * self.head_dim
+        columns = self.head_dim + (self.head_dim_vo or self.head_dim)
+        return 2 * pairs * self.num_qo_heads * columns
 
 
 # Requests, tokens, variant, and TFLOP/s of the peers in order, with 32/32 and with 32/8 heads.
@@ -132,6 +147,8 @@ _OTHER_DIMS: _Table = (
     (8, 2048, "full", (498, 329, 512, 538, 482, 307), (710, 0, 741, 743, 710, 325)),
     (2, 8192, "full", (545, 336, 576, 593, 500, 312), (761, 0, 797, 800, 739, 329)),
 )
+# Heads, and head dims of keys and values, of which there are no published figures.
+_UNPUBLISHED: _Table = ((32, 8, 96, None), (16, 16, 192, None), (16, 16, 192, 128))
 # Requests, tokens, and FlashInfer's fa3 and fa2 and FlashAttention-3 with pages of 1, 16 and 64
 # (causal, 32/8 heads).
 _PAGED: _Table = (
@@ -163,6 +180,9 @@ def rows() -> Iterator[Row]:
     """Yield all rows."""
     yield from _dense(_DIM_128, ((32, 32, 128), (32, 8, 128)))
     yield from _dense(_OTHER_DIMS, ((64, 8, 64), (16, 2, 256)))
+    for *heads, dim_vo in _UNPUBLISHED:
+        for batch, tokens, variant, *_ in (*_DIM_128[:1], *_OTHER_DIMS):
+            yield Row("prefill", batch, tokens, tokens, *heads, variant, head_dim_vo=dim_vo)
     for batch, tokens, *figures in _PAGED:
         shape = (batch, tokens, tokens)
         for page_size, one in zip(_PAGE_SIZES, figures, strict=True):
