@@ -39,6 +39,17 @@ def test_help_names_every_command(run: Run) -> None:
         assert command in out
 
 
+def test_it_runs_as_a_module(run_python: Callable[..., str]) -> None:
+    printed = run_python(
+        """
+        import runpy, sys
+        sys.argv = ["tvm_attn", "--help"]
+        runpy.run_module("tvm_attn", run_name="__main__")
+        """
+    )
+    assert "tvm-attn" in printed
+
+
 def test_the_extra_is_named_where_it_is_missing(run_python: Callable[..., str]) -> None:
     printed = run_python(
         """

@@ -118,6 +118,13 @@ def test_variants(make: Callable[[], Any], words: tuple[str, ...]) -> None:
     bad(VariantError, *words).assert_raised(make)
 
 
+def test_what_errors_call_a_variant() -> None:
+    unnamed = AttentionVariant(mask=lambda ctx: ctx.kv_pos < 3)
+    assert [str(v) for v in (AttentionVariant(), unnamed)] == ["full", "unnamed"]
+    assert str(AttentionVariant() & variants.causal()) == "causal"
+    assert str(variants.causal() & unnamed) == "causal & unnamed"
+
+
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [

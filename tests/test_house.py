@@ -29,13 +29,13 @@ STAGES = ("schedules", "codegen", "runtime")
 COMMON = {"errors", "env", "worklist"}
 FACADES = {
     *("decode", "prefill", "cascade", "sparse", "page", "attention", "rope", "pod", "quantization"),
-    *("relax", "cli", "bench", "demo", "viz"),
+    *("relax", "cli", "bench", "demo", "viz", "__main__"),
 }
 FACADE_HELPERS = {"_flashinfer"}
 PIPELINE = ("pipeline", "_generation", "_parts")
 SEEN_BY_COMPILERS = {"spec", "variant", "target", "tir"}
 SEEN_BY_RUNTIME = {"spec", "bsr"}
-ENTRY_POINT = {"cli": {"bench", "demo", "viz"}}  # the command line is the outermost caller
+ENTRY_POINT = {"cli": {"bench", "demo", "viz"}, "__main__": {"cli"}}  # the outermost callers
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 120
 SCRIPTED = {"tir", "schedules"}

@@ -135,12 +135,17 @@ class AttentionVariant:
             **merged,
             use_softmax=self.use_softmax and other.use_softmax,
             params=self.params + other.params,
-            name=" & ".join(v.name for v in (self, other) if v.name),
+            name=" & ".join(filter(None, (self._label, other._label))),
         )
 
+    @property
+    def _label(self) -> str:
+        """The name, if any; plain attention needs none."""
+        return self.name or ("" if self == AttentionVariant() else "unnamed")
+
     def __str__(self) -> str:
-        """Return the variant's name."""
-        return self.name or "full"
+        """Return the variant's name; ``full`` of plain attention."""
+        return self._label or "full"
 
 
 def as_expr(value: Any) -> Any:
