@@ -94,10 +94,10 @@ def ours(row: Row, kernel: AttentionModule) -> Work:
     q = random(sum(qo_lens), spec.num_qo_heads, spec.head_dim_qk) * row.scale
     table = page_table(qo_lens, kv_lens, row.page_size or 1)
     pages = (len(table[2]), row.page_size) if row.page_size else (sum(kv_lens),)
-    dims = (spec.head_dim_qk, spec.head_dim_vo)
+    dims = (spec.head_dim_qk, spec.dim_vo)
     k, v = (random(*pages, spec.num_kv_heads, dim) for dim in dims)
     plan = kernel.plan(*table[: 4 if row.page_size else 2], **args.plan)
-    out = torch.full_like(q[..., : spec.head_dim_vo], torch.nan)
+    out = torch.full_like(q[..., : spec.dim_vo], torch.nan)
     work = partial(kernel.run, plan, q, (k, v), out=out, **args.run)
     work()
     for request in {0, row.batch - 1}:

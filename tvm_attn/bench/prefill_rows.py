@@ -147,8 +147,8 @@ _OTHER_DIMS: _Table = (
     (8, 2048, "full", (498, 329, 512, 538, 482, 307), (710, 0, 741, 743, 710, 325)),
     (2, 8192, "full", (545, 336, 576, 593, 500, 312), (761, 0, 797, 800, 739, 329)),
 )
-# Heads, and head dims of keys and values, of which there are no published figures.
-_UNPUBLISHED: _Table = ((32, 8, 96, None), (16, 16, 192, None), (16, 16, 192, 128))
+# Heads, head dim, and that of values where it is another, of which there are no published figures.
+_UNPUBLISHED = (((32, 8, 96), None), ((16, 16, 192), None), ((16, 16, 192), 128))
 # Requests, tokens, and FlashInfer's fa3 and fa2 and FlashAttention-3 with pages of 1, 16 and 64
 # (causal, 32/8 heads).
 _PAGED: _Table = (
@@ -180,7 +180,7 @@ def rows() -> Iterator[Row]:
     """Yield all rows."""
     yield from _dense(_DIM_128, ((32, 32, 128), (32, 8, 128)))
     yield from _dense(_OTHER_DIMS, ((64, 8, 64), (16, 2, 256)))
-    for *heads, dim_vo in _UNPUBLISHED:
+    for heads, dim_vo in _UNPUBLISHED:
         for batch, tokens, variant, *_ in (*_DIM_128[:1], *_OTHER_DIMS):
             yield Row("prefill", batch, tokens, tokens, *heads, variant, head_dim_vo=dim_vo)
     for batch, tokens, *figures in _PAGED:
