@@ -159,6 +159,11 @@ class CudaTile:
         """Parts of a unit that are loaded at once where they are merged, if registers are left."""
         return 1
 
+    @property
+    def unrolls_parts(self) -> bool | None:
+        """Whether the loop over them is unrolled: the compiler decides."""
+        return None
+
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""
         q_dtype, kv_dtype = str(spec.q_dtype), str(spec.kv_dtype)

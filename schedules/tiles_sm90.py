@@ -17,10 +17,13 @@ COLUMN_GROUP = 64
 """Elements of 128 bytes: dims are padded to multiples of them in shared memory."""
 WIDEST_HELD = 128
 """Largest head dim of queries that a warpgroup holds in registers, besides all else."""
+WIDEST_NARROW = 96
+"""Largest head dim that has three multiplying warpgroups: weights take longer than products."""
 BLOCKS, WIDE_BLOCKS = (128, 112, 96), (128, 112, 96, 80, 64)
 """Keys of a block that are tried, in this order, where queries are held in registers and not."""
-ROOM = 188
-"""Registers of a lane for outputs, scores and weights, where queries are not held."""
+ROOM, NARROW_ROOM = 188, 128
+"""Registers of a lane of two or three multiplying warpgroups for outputs, scores and weights, where
+queries are not held."""
 TASKS = 8
 """Work items there is room for: one whose outputs are being stored to one that is four ahead."""
 REGISTERS, REGISTER_STEP, MOST_REGISTERS = 65536, 8, 240
@@ -167,6 +170,14 @@ class HopperTile:
         return 2 if self.multipliers == 1 else 1
 
     @property
+    def unrolls_parts(self) -> bool | None:
+        """Whether the loop over them is unrolled: the compiler decides, but for three warpgroups.
+
+        Their registers are few, and it would spill some.
+        """
+        return False if self.multipliers > 2 else None
+
+    @property
     def slots_outputs(self) -> bool:
         """Whether outputs leave through slots."""
         return self.holds_queries or self.shares_slots
@@ -211,8 +222,9 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     spec : AttentionSpec
         Head dims and page size decide.
     """
-    narrow = [_narrow(spec)] if max(spec.head_dim_qk, spec.dim_vo) <= COLUMN_GROUP else []
-    holds = max(spec.head_dim_qk, spec.dim_vo) <= WIDEST_HELD
+    widest = max(spec.head_dim_qk, spec.dim_vo)
+    narrow = [_narrow(spec)] if widest <= WIDEST_NARROW else []
+    holds = widest <= WIDEST_HELD
     tiles = narrow + [
         HopperTile(
             block=block,
@@ -259,7 +271,8 @@ def short_tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
 def has_room(tile: HopperTile, spec: AttentionSpec) -> bool:
     """Whether a tile that does not hold queries fits registers and shared memory."""
     registers = spec.dim_vo // 2 + tile.block // 2 + tile.block // 4
-    return registers <= ROOM and tile.shared_bytes(spec) <= SHARED_BYTES
+    room = ROOM if tile.multipliers == 2 else NARROW_ROOM
+    return registers <= room and tile.shared_bytes(spec) <= SHARED_BYTES
 
 
 def _split(spec: AttentionSpec, block: int) -> int:
@@ -268,25 +281,29 @@ def _split(spec: AttentionSpec, block: int) -> int:
 
 
 def _narrow(spec: AttentionSpec) -> HopperTile:
-    """Return a tile for narrow heads, whose exponentials take as long as their products.
+    """Return a tile for narrow heads, whose weights take longer than their products.
 
-    So two warpgroups weigh scores while one multiplies. Queries stay in shared memory.
+    So two warpgroups weigh scores while one multiplies. Queries stay in shared memory. Blocks are
+    as large as registers allow, then stages as many as there is room for.
     """
-    block = BLOCKS[0]
-    box = box_of(block, spec.page_size)
-    return HopperTile(
-        block=block,
-        stages=4,
-        box=box,
-        page=spec.page_size or 0,
-        holds_queries=False,
-        slots=2,
-        feeders=_feeders(spec, box),
-        split=block // 16,
-        multipliers=3,
-        copying=32,
-        paired=2,
+    tiles = (
+        HopperTile(
+            block=block,
+            stages=stages,
+            box=box_of(block, spec.page_size),
+            page=spec.page_size or 0,
+            holds_queries=False,
+            slots=2,
+            feeders=_feeders(spec, box_of(block, spec.page_size)),
+            split=block // 16,
+            multipliers=3,
+            copying=32,
+            paired=2,
+        )
+        for block in BLOCKS
+        for stages in (4, 3, 2)
     )
+    return next(tile for tile in tiles if has_room(tile, spec))
 
 
 def _feeders(spec: AttentionSpec, box: int) -> int:

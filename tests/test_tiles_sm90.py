@@ -83,12 +83,19 @@ def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
         assert left <= (tile.multipliers + 1) * tile.beginning
 
 
-@pytest.mark.parametrize(("dims", "multipliers"), [((64, 64), 3), ((16, 48), 3), ((64, 80), 2)])
+@pytest.mark.parametrize(
+    ("dims", "multipliers", "block", "stages"),
+    [
+        *(((64, 64), 3, 128, 4), ((16, 48), 3, 128, 4), ((64, 80), 3, 112, 3)),
+        *(((96, 96), 3, 96, 2), ((64, 112), 2, 128, 2)),
+    ],
+)
 def test_narrow_heads_have_three_warpgroups_and_two_slots(
-    dims: tuple[int, int], multipliers: int
+    dims: tuple[int, int], multipliers: int, block: int, stages: int
 ) -> None:
     narrow = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
     tile = tiles_to_try(narrow)[0]
+    assert (tile.block, tile.stages) == (block, stages)
     assert tile.rows == 64 * tile.multipliers == 64 * multipliers
     assert tile.slots_outputs
     assert (tile.slots == 2) == (not tile.holds_queries)

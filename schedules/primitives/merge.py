@@ -61,7 +61,7 @@ def merge_elements(cta, parts, d, end):
     weights = T.alloc_local((at_once * ROWS,), "float32")
     for i in T.unroll(ROWS * RUN):
         o[i] = f32(0.0)
-    for s in T.serial(0, parts.count, step=at_once):
+    for s in T.serial(0, parts.count, step=at_once, unroll=cta.tile.unrolls_parts):
         for n in T.unroll(at_once):
             if T.Or(T.bool(n == 0), s + n < parts.count):
                 for i in T.unroll(ROWS):

@@ -97,7 +97,7 @@ def ours(row: Row, kernel: AttentionModule) -> Work:
     dims = (spec.head_dim_qk, spec.dim_vo)
     k, v = (random(*pages, spec.num_kv_heads, dim) for dim in dims)
     plan = kernel.plan(*table[: 4 if row.page_size else 2], **args.plan)
-    out = torch.full_like(q[..., : spec.dim_vo], torch.nan)
+    out = q.new_full((*q.shape[:2], spec.dim_vo), torch.nan)
     work = partial(kernel.run, plan, q, (k, v), out=out, **args.run)
     work()
     for request in {0, row.batch - 1}:
