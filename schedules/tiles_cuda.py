@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from tvm_attn.errors import SpecError, TargetError
 from tvm_attn.schedules.primitives.shapes import (
     DEPTH,
+    MERGED_ROWS,
     PARITIES,
     ROWS,
     TASK_WORDS,
@@ -160,9 +161,9 @@ class CudaTile:
         return 1
 
     @property
-    def unrolls_parts(self) -> bool | None:
-        """Whether the loop over them is unrolled: the compiler decides."""
-        return None
+    def rows_at_once(self) -> int:
+        """Rows of a unit that a warp merges side by side."""
+        return MERGED_ROWS
 
     def shared_bytes(self, spec: AttentionSpec, makes: tuple[bool, bool] = (False, False)) -> int:
         """Return the shared memory that a CTA asks for; `makes`: K or V are transformed."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from tvm_attn.schedules.primitives.shapes import TASK_WORDS, WORD_BYTES
+from tvm_attn.schedules.primitives.shapes import MERGED_ROWS, TASK_WORDS, WORD_BYTES
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget
 from tvm_attn.variant import AttentionVariant
@@ -170,12 +170,9 @@ class HopperTile:
         return 2 if self.multipliers == 1 else 1
 
     @property
-    def unrolls_parts(self) -> bool | None:
-        """Whether the loop over them is unrolled: the compiler decides, but for three warpgroups.
-
-        Their registers are few, and it would spill some.
-        """
-        return False if self.multipliers > 2 else None
+    def rows_at_once(self) -> int:
+        """Rows that a warp merges side by side: fewer where registers are."""
+        return MERGED_ROWS if self.multipliers < 3 else MERGED_ROWS // 2
 
     @property
     def slots_outputs(self) -> bool:

@@ -11,8 +11,6 @@ from tvm_attn.tir.rows import Rows
 from tvm_attn.tir.states import f32
 from tvm_attn.worklist import Merge
 
-ROWS = 4
-"""Rows that a warp merges side by side: what it waits for is mostly loads."""
 STEPS = 5
 """In which what all lanes of a warp have is brought together."""
 RUN = 4
@@ -22,7 +20,7 @@ RUN = 4
 @T.inline
 def fold_lanes(words, word, fold):
     """Fold what all lanes have of a word of each row: every lane has the result."""
-    for i in T.unroll(ROWS):
+    for i in T.unroll(words.shape[0]):
         for step in T.unroll(STEPS):
             words[i, word] = fold(words[i, word], of_pair(words[i, word], 1 << step))
 
@@ -34,46 +32,47 @@ def close_rows_by_lanes(cta, parts):
     Those of the last turn that have none look at the last part again.
     """
     state, words = T.meta_var((parts.hooks.accumulation, parts.words))
-    for i in T.unroll(ROWS):
+    rows = T.meta_var(cta.tile.rows_at_once)
+    for i in T.unroll(rows):
         words[i, PEAK] = f32(state.hidden)
         words[i, TOTAL] = f32(0.0)
     for turn in T.serial(T.ceildiv(parts.count, WARP)):
         s = T.meta_var(T.min(turn * WARP + cta.lane.index, parts.count - 1))
-        for i in T.unroll(ROWS):
+        for i in T.unroll(rows):
             words[i, PEAK] = state.peak(words[i, PEAK], parts.lse(i, s))
     fold_lanes(words, PEAK, state.peak)
     for turn in T.serial(T.ceildiv(parts.count, WARP)):
         s = T.meta_var(turn * WARP + cta.lane.index)
-        for i in T.unroll(ROWS):
+        for i in T.unroll(rows):
             weight = T.meta_var(parts.weight(i, T.min(s, parts.count - 1)))
             words[i, TOTAL] = words[i, TOTAL] + T.Select(s < parts.count, weight, f32(0.0))
     fold_lanes(words, TOTAL, lambda a, b: a + b)
-    for i in T.unroll(ROWS):
+    for i in T.unroll(rows):
         close_row(parts, i)
 
 
 @T.inline
 def merge_elements(cta, parts, d, end):
     """Merge a run of elements, from `d` on, of some rows; only those before place `end` are."""
-    at_once = T.meta_var(cta.tile.parts_at_once)
-    o = T.alloc_local((ROWS * RUN,), "float32")
-    run = T.alloc_local((at_once * ROWS * RUN,), "float32")
-    weights = T.alloc_local((at_once * ROWS,), "float32")
-    for i in T.unroll(ROWS * RUN):
+    rows, at_once = T.meta_var((cta.tile.rows_at_once, cta.tile.parts_at_once))
+    o = T.alloc_local((rows * RUN,), "float32")
+    run = T.alloc_local((at_once * rows * RUN,), "float32")
+    weights = T.alloc_local((at_once * rows,), "float32")
+    for i in T.unroll(rows * RUN):
         o[i] = f32(0.0)
-    for s in T.serial(0, parts.count, step=at_once, unroll=cta.tile.unrolls_parts):
+    for s in T.serial(0, parts.count, step=at_once):
         for n in T.unroll(at_once):
             if T.Or(T.bool(n == 0), s + n < parts.count):
-                for i in T.unroll(ROWS):
-                    weights[n * ROWS + i] = parts.weight(i, s + n)
-                    load_run(run, (n * ROWS + i) * RUN, parts.pointer(i, s + n, d))
+                for i in T.unroll(rows):
+                    weights[n * rows + i] = parts.weight(i, s + n)
+                    load_run(run, (n * rows + i) * RUN, parts.pointer(i, s + n, d))
         for n in T.unroll(at_once):
             if T.Or(T.bool(n == 0), s + n < parts.count):
-                for i in T.unroll(ROWS):
-                    at = T.meta_var(n * ROWS + i)
+                for i in T.unroll(rows):
+                    at = T.meta_var(n * rows + i)
                     for e in T.unroll(RUN):
                         o[i * RUN + e] = o[i * RUN + e] + weights[at] * run[at * RUN + e]
-    for i in T.unroll(ROWS):
+    for i in T.unroll(rows):
         if parts.place(i) < end:
             at = T.meta_var(parts.index(i))
             for e in T.unroll(RUN):
@@ -92,9 +91,10 @@ def merge_unit(cta, given, m):
     count: T.int32 = merge_indptr[m + 1] - first
     row0: T.int32 = merge_items[m, Merge.ROW_BEGIN]
     end: T.int32 = merge_items[m, Merge.ROW_END] - row0
-    words = T.alloc_local((ROWS, ROW_WORDS), "float32")
+    rows = T.meta_var(cta.tile.rows_at_once)
+    words = T.alloc_local((rows, ROW_WORDS), "float32")
     at_once = T.meta_var(cta.tile.parts_at_once)
-    place0: T.int32 = cta.warp * ROWS
+    place0: T.int32 = cta.warp * rows
     while place0 < end:
         held = T.meta_var(lambda i: T.min(place0 + i, end - 1))
         place = T.meta_var(held if at_once == 1 else lambda i: place0 + i)  # of one address
@@ -103,14 +103,14 @@ def merge_unit(cta, given, m):
         if cta.tile.parts_at_once > 1:
             close_rows_by_lanes(cta, parts)
         else:
-            close_rows(parts, ROWS)
+            close_rows(parts, rows)
         d: T.int32 = cta.lane.index * RUN
         while d < cta.spec.dim_vo:
             merge_elements(cta, parts, d, end)
             d = d + WARP * RUN
         if cta.lane.index == 0:
-            for i in T.unroll(ROWS):
+            for i in T.unroll(rows):
                 if parts.place(i) < end:
                     at = T.meta_var(parts.index(i))
                     outputs.lse[at[0], at[1]] = words[i, LSE] * outputs.lse_scale
-        place0 = place0 + cta.tile.warps * ROWS
+        place0 = place0 + cta.tile.warps * rows

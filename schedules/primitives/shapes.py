@@ -16,6 +16,8 @@ TASKS = 4
 """Work items there is room for: the one at work, and three to come of which less and less is known.
 """
 TASK_WORDS = 20
+MERGED_ROWS = 4
+"""Rows of a cut unit that a warp merges side by side: what it waits for is mostly loads."""
 PARITIES = 2
 """Blocks of an item whose tokens are located at a time, and items that have such blocks."""
 
