@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tvm_attn.runtime.upload import Upload
 from tvm_attn.worklist import HEADER_WORDS
 
 ALIGNMENT = 16
 """Arrays begin at multiples of so many bytes."""
 WORDS = ALIGNMENT // 4
-GRAIN = 1024
-"""Words that copies are multiples of, so that few differ."""
 KEPT = 4
 """Idle blocks of a layout that are kept; one, if they are large."""
 LARGE = 1 << 22
@@ -121,9 +120,7 @@ class Block:
         self.orders: dict[Any, tuple[Any, ...]] = {}
         self.device_memory: Any = None
         self._scratch, self._scratch_words = self.packed_header, 0
-        self._sent: Any = None
-        self._target: torch.Tensor | None = None
-        self._copied: tuple[torch.Tensor, torch.Tensor, int] = (self.memory, self.memory, -1)
+        self._upload: Upload | None = None
         self._holders = sys.getrefcount(self._words)
 
     def scratch(self, words: int) -> Any:
@@ -138,24 +135,17 @@ class Block:
 
     def is_sent(self) -> bool:
         """Whether no copy is under way."""
-        return self._sent is None or bool(self._sent.query())
+        return self._upload is None or self._upload.is_over()
 
     def send(self, target: torch.Tensor, words: int, stream: Any = None) -> None:
-        """Copy the first words to a device, and a few after them, on its current stream.
-
-        `stream` is that one, of a GPU.
-        """
-        there, here, size = self._copied
-        if target is not self._target or not size - GRAIN < words <= size:
-            size = min(-(-words // GRAIN) * GRAIN, self.layout.size)
-            there, here = target[:size], self.memory[:size]
-            self._target, self._copied = target, (there, here, size)
-        there.copy_(here, non_blocking=True)
-        if stream is not None:
-            if self._sent is None:
-                event: Any = torch.cuda.Event
-                self._sent = event()
-            self._sent.record(stream)
+        """Copy the first words to a device: of a GPU, the current one, on its current `stream`."""
+        if stream is None:
+            target[:words].copy_(self.memory[:words])
+            return
+        upload = self._upload
+        if upload is None or upload.target is not target or upload.stream is not stream:
+            upload = self._upload = Upload(self.memory, target, stream)
+        upload.start(words)
 
     def give_back(self) -> None:
         """Leave it to plans to come."""

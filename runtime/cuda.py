@@ -136,7 +136,8 @@ class CudaMachine:
         stream = current_stream(device) if device.type == "cuda" else None
         if memory is not None:
             memory.check_params(plan.params)
-            memory.fill(block, plan.families, plan.num_pages, stream)
+            with on_device(device):
+                memory.fill(block, plan.families, plan.num_pages, stream)
             launches = memory.launches
             held = (memory.ones, stream, memory.states, memory)
             run = None if plan.params else memory.run_of(plan, launches)
@@ -147,7 +148,8 @@ class CudaMachine:
             kept = KeptMemory(self._spec, device, block.layout, idle)
             block.device_memory = kept
         launches = kept.launches_of(plan, workspace)
-        kept.fill(block, plan.families, plan.num_pages, stream)
+        with on_device(device):
+            kept.fill(block, plan.families, plan.num_pages, stream)
         params, owned = plan.params, states_of(launches)
         if params:
             params, arrays = self._params_there(plan, device)

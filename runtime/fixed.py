@@ -81,6 +81,8 @@ class FixedMemory(DeviceMemory):
         As given.
     room : Room
         Where the arrays are; behind those that are copied, what planning on a device takes.
+    pool : Pool
+        Blocks that are laid out alike.
     launches : list of Launch
         One launch of each family.
     states : tuple of torch.Tensor
@@ -109,7 +111,7 @@ class FixedMemory(DeviceMemory):
         }
         shapes.update(batch_sizes(spec, terms.limits))
         lists = {family: tuple((family, name) for name in LISTS) for family in counts}
-        self._pool = Pool(Layout(shapes, lists), pinned=device.type == "cuda")
+        self.pool = Pool(Layout(shapes, lists), pinned=device.type == "cuda")
         shapes.update({"header": (HEADER_WORDS,), "words": (WORDS,)})
         for family, of_family in counts.items():
             for name, shape in scratch_sizes(of_family).items():
@@ -165,7 +167,7 @@ class FixedMemory(DeviceMemory):
 
     def take(self, extent: tuple[int, int, tuple[int, ...]]) -> Block:
         """Return memory of the host for a batch within the limits."""
-        return self._pool.take()
+        return self.pool.take()
 
     def fitting(self, block: Block, units: Units) -> Block:
         """Return the block: it has room for the work of any batch within the limits."""

@@ -12,6 +12,7 @@ from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError, ShapeError, SpecError
 from tvm_attn.spec import AttentionSpec
 
+PageTable = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 TABLE = ("kv_indptr", "kv_indices", "kv_last_page_len")
 
 
@@ -49,12 +50,20 @@ def batch_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR:
     return bsr
 
 
-def plain_format(spec: AttentionSpec, given: Mapping[str, Any]) -> BSR | None:
-    """Return the format of a page table of int32 vectors on the host, None if it is any other."""
+def plain_arrays(spec: AttentionSpec, given: Mapping[str, Any]) -> PageTable | None:
+    """Return the arrays of a page table of int32 tensors on the host, None if it is any other.
+
+    Whether all are there, vectors, contiguous and of one length, is left to whoever reads them.
+    """
     qo_indptr, kv_indptr, kv_indices, last, q_pos_offset, kv_pos_offset = given.values()
-    if spec.page_size is None or q_pos_offset is not None or kv_pos_offset is not None:
-        return None
-    return BSR.of_plain(qo_indptr, kv_indptr, kv_indices, last, spec.page_size)
+    if (
+        type(qo_indptr) is type(kv_indptr) is type(kv_indices) is type(last) is torch.Tensor
+        and qo_indptr.dtype is kv_indptr.dtype is kv_indices.dtype is last.dtype is torch.int32
+        and qo_indptr.is_cpu
+        and q_pos_offset is kv_pos_offset is None is not spec.page_size
+    ):
+        return qo_indptr, kv_indptr, kv_indices, last
+    return None
 
 
 def check_on_host(bsr: BSR) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -11,16 +11,21 @@ from tvm_attn.bsr import BSR
 from tvm_attn.errors import PlanError
 from tvm_attn.runtime import sizes
 from tvm_attn.runtime.buffers import Block, pack_host
+from tvm_attn.runtime.formats import PageTable
 from tvm_attn.runtime.partition import overlaps, queues_beside
 from tvm_attn.runtime.plan import BATCH, Dealt, Family, Plan, batch_in, wide
 from tvm_attn.runtime.shelf import Shelf, Store, Units
 from tvm_attn.runtime.short import Orders, RowBytes, ShortRequests
 from tvm_attn.worklist import Header, Status
 
+if TYPE_CHECKING:
+    from tvm_attn.runtime.fixed import FixedMemory
+
 Params = dict[str, list[Any]]
 NO_PARAMS: tuple[Params, list[Any]] = ({}, [])
 MAX_ROWS = 2**31 - 1
 FAMILY, NUM_ITEMS = int(Header.FAMILY), int(Header.NUM_ITEMS)
+MAX_QO_LEN, NUM_PAGES = int(Header.MAX_QO_LEN), int(Header.NUM_PAGES)
 
 
 class OddArrays(RuntimeError):
@@ -109,8 +114,8 @@ class Inspector:
                 block = fitting
                 words = self._attempt(bsr, values, block, num_ctas, store, fixed_split)
                 place = words[FAMILY]
-        if place >= 0 and block.used is not self._alone[place]:
-            block.used = block.used | self._alone[place]
+        if place >= 0:
+            self._note_used(block, place)
         plan = Plan(owner, words, batch_size, block)
         plan.params = params
         if longest and plan.max_qo_len > longest:
@@ -118,9 +123,55 @@ class Inspector:
         if place < 0:
             self._deal_all(plan, words, values, fixed_split, num_ctas)
         elif words[NUM_ITEMS]:
-            plan.families = self._alone[place]
-            plan.single = (self._short.families[place], num_ctas[self._sharers[place]])
+            self._note_dealt(plan, place, num_ctas)
         return plan
+
+    def plan_again(
+        self,
+        plan: Plan,
+        arrays: PageTable,
+        page_size: int | None,
+        memory: FixedMemory,
+        num_ctas: Sequence[int],
+        stream: Any,
+    ) -> bool:
+        """Plan a page table's batch into the memory of a plan with limits that is replanned.
+
+        `arrays` are int32 tensors on the host, and `stream` that of the plan before. What is not a
+        right batch of short requests is left to `plan`: then nothing has changed.
+        """
+        block = memory.pool.take()
+        try:
+            rest = self._orders(block, num_ctas, memory, page_size, 0)
+            self._plan_short(*arrays, self._none, self._none, *rest)
+        except Exception:
+            block.give_back()
+            return False
+        words: list[int] = block.header.tolist()
+        place, most = words[FAMILY], memory.terms.max_qo_len
+        if place >= 0:
+            self._note_used(block, place)
+        if words[0] or place < 0 or not words[NUM_ITEMS] or 0 < most < words[MAX_QO_LEN]:
+            block.give_back()
+            return False
+        memory.fill(block, self._alone[place], words[NUM_PAGES], stream)
+        before = plan.block
+        plan.renew(words, arrays[0].numel() - 1, block)
+        self._note_dealt(plan, place, num_ctas)
+        plan.placement.accepted = memory.run_of(plan, memory.launches)
+        if before is not None:
+            before.give_back()
+        return True
+
+    def _note_used(self, block: Block, place: int) -> None:
+        """Note in a block that it has work of the family that took a batch of short requests."""
+        if block.used is not self._alone[place]:
+            block.used = block.used | self._alone[place]
+
+    def _note_dealt(self, plan: Plan, place: int, num_ctas: Sequence[int]) -> None:
+        """Note in a plan that it has work of that family alone."""
+        plan.families = self._alone[place]
+        plan.single = (self._short.families[place], num_ctas[self._sharers[place]])
 
     def _bind(
         self, owner: object, bsr: BSR, bind: Callable[[Plan], Params], block: Block, store: Store
@@ -155,13 +206,7 @@ class Inspector:
         list of int
             The planner's header.
         """
-        key = (fixed_split > 0, store.has_device_plans)
-        rest = block.orders.get(key)
-        if rest is None:
-            queues = tuple(num_ctas[i] for i in self._sharers)
-            orders = Orders(not fixed_split and store.is_for_short(block), store.has_device_plans)
-            given = (block, queues, store.most(bsr.page_size), bsr.page_size or 1, orders)
-            rest = block.orders[key] = self._short.arguments(*given)
+        rest = self._orders(block, num_ctas, store, bsr.page_size, fixed_split)
         try:
             self._plan_short(*self._arrays(bsr), *values, *rest)
         except Exception as error:
@@ -173,6 +218,24 @@ class Inspector:
             store.check(bsr)
             raise_status(words, bsr)
         return words
+
+    def _orders(
+        self,
+        block: Block,
+        num_ctas: Sequence[int],
+        store: Store,
+        page_size: int | None,
+        fixed_split: int,
+    ) -> tuple[Any, ...]:
+        """Return what the planner of short requests is told of a block."""
+        key = (fixed_split > 0, store.has_device_plans)
+        rest = block.orders.get(key)
+        if rest is None:
+            queues = tuple(num_ctas[i] for i in self._sharers)
+            orders = Orders(not fixed_split and store.is_for_short(block), store.has_device_plans)
+            given = (block, queues, store.most(page_size), page_size or 1, orders)
+            rest = block.orders[key] = self._short.arguments(*given)
+        return rest
 
     def _arrays(self, bsr: BSR) -> tuple[Any, ...]:
         """Return a batch's arrays, empty ones for those it has not."""

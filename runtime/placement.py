@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_attn.runtime.device import current_index, on_device
+from tvm_attn.runtime.device import current_index, on_device, raw_stream
 
 if TYPE_CHECKING:
     from tvm_attn.runtime.accepted import AcceptedRun
@@ -102,6 +102,22 @@ class Placement:
             self._unread = torch.empty((rows, heads), dtype=torch.float32, device="cpu")
         return self._unread
 
+    def stays(self) -> bool:
+        """Whether a plan that is made now may have it again.
+
+        That is, if no graph is captured, and the stream it was made for is the current one still.
+        """
+        stream = self.stream
+        if stream is None:
+            return True
+        index = self.device.index
+        return (
+            not self.moved
+            and current_index() == index
+            and raw_stream(index) == stream.cuda_stream
+            and not is_capturing_here()
+        )
+
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let work on `stream` use the arrays, after what is queued on the stream before it.
 
@@ -121,6 +137,12 @@ def is_capturing(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if current_index() == device.index:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(is_capturing_here())
     with on_device(device):
-        return torch.cuda.is_current_stream_capturing()
+        return bool(is_capturing_here())
+
+
+is_capturing_here: Any = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether a CUDA graph is captured on the current stream, without a call around it."""

@@ -253,14 +253,24 @@ class Plan:
         block: Block | None = None,
     ):
         self.owner = owner
+        self.params: dict[str, list[Any]] = {}
+        self.families = NO_FAMILIES
+        self.hold(header, batch_size, block)
+
+    def hold(self, header: list[int], batch_size: int, block: Block | None) -> None:
+        """Become the plan of a batch that the planner wrote to a block."""
         self.block = block
         self.header = header
-        self.families = NO_FAMILIES
-        self.params: dict[str, list[Any]] = {}
         self.batch_size = batch_size
         self.nnz_qo, self.max_page, self.max_qo_len, self.max_kv_len = header[LENGTHS]
         low, high, self.num_pages = header[TOTALS]
         self.num_kv_tokens = (high << 32) | (low & 0xFFFFFFFF)
+
+    def renew(self, header: list[int], batch_size: int, block: Block) -> None:
+        """Become another batch's plan in the same memory of a device, but for its families."""
+        for name in ("batch", "dealt", "work"):
+            self.__dict__.pop(name, None)
+        self.hold(header, batch_size, block)
 
     @cached_property
     def batch(self) -> list[Ints]:

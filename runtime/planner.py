@@ -11,7 +11,14 @@ from tvm_attn.bsr import BSR
 from tvm_attn.errors import DTypeError, LimitError, PlanError
 from tvm_attn.runtime.device import CPU, stream_handle
 from tvm_attn.runtime.fixed import FixedMemory, Terms
-from tvm_attn.runtime.formats import batch_format, check_on_host, one_gpu, plain_format, to_host
+from tvm_attn.runtime.formats import (
+    PageTable,
+    batch_format,
+    check_on_host,
+    one_gpu,
+    plain_arrays,
+    to_host,
+)
 from tvm_attn.runtime.inspector import Inspector, OddArrays
 from tvm_attn.runtime.machine import Machine
 from tvm_attn.runtime.params import UNBOUNDED, plan_values
@@ -81,9 +88,13 @@ class Planner:
         if not params and workspace is None and fixed_split_size is None:
             memory = None if out is None else out.placement.fixed
             if _is_usual(memory, limits, max_qo_len):
-                made = self._plan_plain(owner, arrays, memory, out)
-                if made is not None:
-                    return made
+                table = plain_arrays(self._spec, arrays)
+                if table is not None:
+                    if out is not None and self._plan_again(table, memory, out):
+                        return out
+                    made = self._plan_plain(owner, table, memory, out)
+                    if made is not None:
+                        return made
         device, wanted = CPU, None
         if self._on_gpu:
             wanted = one_gpu(arrays) if limits is not None or _is_fixed(out) else None
@@ -104,11 +115,22 @@ class Planner:
         bind = self._binder(bsr, params)
         return self._make(owner, bsr, bind, split, longest, device, memory, workspace, out)
 
+    def _plan_again(self, table: PageTable, memory: FixedMemory | None, out: Plan) -> bool:
+        """Plan a batch like the one before, into the same memory, if it is that.
+
+        All that is looked at is what may differ between two such calls, once for every token.
+        """
+        if memory is None or out.single is None or self._takes_params or not out.placement.stays():
+            return False
+        there = (memory, self._queues(memory.device, memory), out.placement.stream)
+        return self._inspector.plan_again(out, table, self._spec.page_size, *there)
+
     def _plan_plain(
-        self, owner: object, arrays: Arguments, memory: FixedMemory | None, out: Plan | None
+        self, owner: object, table: PageTable, memory: FixedMemory | None, out: Plan | None
     ) -> Plan | None:
-        """Plan a batch of int32 vectors on the host in little time; None if it is none."""
-        bsr = plain_format(self._spec, arrays)
+        """Plan a batch of int32 tensors on the host in little time; None if they are no batch."""
+        assert self._spec.page_size is not None
+        bsr = BSR.of_plain(*table, self._spec.page_size)
         if bsr is None:
             return None
         device = CPU

@@ -35,7 +35,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> AttentionModule:
     """Return a kernel to which arrays that are given one by one are on its device."""
     made = for_gpu("causal", SPEC)
     made._machine._planner, made._machine._rows = Launcher(), 700  # type: ignore[attr-defined]
-    monkeypatch.setattr(planner, "plain_format", lambda spec, given: None)
+    monkeypatch.setattr(planner, "plain_arrays", lambda spec, given: None)
     monkeypatch.setattr(
         planner, "one_gpu", lambda given: None if isinstance(given["qo_indptr"], BSR) else CPU
     )

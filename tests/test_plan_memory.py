@@ -29,14 +29,14 @@ FAMILIES = (
 CTAS = (29, 264, 264, 132)
 
 
-class Event:
+class Upload:
     """A copy that is made when it is said to be."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_made = False
 
-    def query(self) -> bool:
-        return self.is_over
+    def is_over(self) -> bool:
+        return self.is_made
 
 
 @pytest.fixture(autouse=True)
@@ -83,26 +83,26 @@ def test_a_block_goes_to_the_next_unless_somebody_holds_an_array(pool: Pool) -> 
 
 
 def test_a_block_that_is_being_copied_waits_for_its_turn(pool: Pool) -> None:
-    event: Any = Event()
+    upload: Any = Upload()
     block = pool.take()
-    block._sent = event
+    block._upload = upload
     block.give_back()
     other = pool.take()
     assert other is not block
     other.give_back()
-    event.is_over = True
+    upload.is_made = True
     assert pool.take() is block
     assert pool.take() is other
 
 
 def test_few_idle_blocks_are_kept_but_none_is_lost_in_a_copy(pool: Pool) -> None:
-    event: Any = Event()
+    upload: Any = Upload()
     blocks = [pool.take() for _ in range(KEPT + 3)]
-    blocks[0]._sent = event
+    blocks[0]._upload = upload
     for block in blocks:
         block.give_back()
     assert len(pool._idle) == KEPT + 3
-    event.is_over = True
+    upload.is_made = True
     for _ in range(2 * KEPT):
         pool.take().give_back()
     blocks[0].give_back()

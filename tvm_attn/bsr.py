@@ -168,24 +168,17 @@ class BSR:
     @classmethod
     def of_plain(
         cls,
-        qo_indptr: Any,
-        kv_indptr: Any,
-        kv_indices: Any,
-        kv_last_page_len: Any,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
         page_size: int,
     ) -> BSR | None:
         """Return the format of a page table of int32 tensors on the host, None if it is another.
 
         What most batches are, at a fraction of the time that it takes to look at all there may be.
-        Whether they are vectors, contiguous and of one length is left to whoever reads them.
+        Whether all are there, vectors, contiguous and of one length, is left to who reads them.
         """
-        for array in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len):
-            if (
-                type(array) is not torch.Tensor
-                or array.dtype is not torch.int32
-                or not array.is_cpu
-            ):
-                return None
         if qo_indptr.numel() != kv_last_page_len.numel() + 1:
             return None
         fields = {  # the others have their defaults, which are the class's

@@ -44,11 +44,11 @@ def sort_longest_first(table, bins):
         + as_bit(T.shift_right(table.longest, SORT_BITS) > 0)
         + as_bit(T.shift_right(table.longest, 2 * SORT_BITS) > 0)
     )
-    used = var(T.min(table.longest + 1, SORT_BINS))
     for i in T.serial(table.count):
         table.rank[passes % 2, table.first + i] = table.first + i
     for step in T.serial(passes):
         source = var((passes - step) % 2)
+        used = var(T.min(T.shift_right(table.longest, step * SORT_BITS) + 1, SORT_BINS))
         for i in T.serial(used):
             bins[i] = 0
         for i in T.serial(table.count):

@@ -12,10 +12,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_attn.tir.planner_deal import write_merge
+from tvm_attn.tir.planner_deal import put, write_heads, write_merge
 from tvm_attn.tir.planner_ints import as_bit, carve, div, low_word, scalar, store, var, wide
 from tvm_attn.tir.planner_units import MIN_PIECE
-from tvm_attn.worklist import NO_SLOT, Item
+from tvm_attn.worklist import ITEM_WORDS, Item
 
 SNAP = 24
 """A boundary moves to an end of a unit that is within this part of a share."""
@@ -119,6 +119,15 @@ def measure_line(line, machine):
 
 
 @T.inline
+def write_piece(out, index, units, row, head, piece):
+    """Write the item of a head of a row that is cut: of a `piece` of KV tokens, with a slot."""
+    words = var(units.rows.vload([row, 0], f"int32x{ITEM_WORDS}"))
+    words = put(put(words, int(Item.KV_HEAD), head), int(Item.SLOT), piece[2])
+    words = put(put(words, int(Item.KV_BEGIN), piece[0]), int(Item.KV_END), piece[1])
+    out.items.vstore([index, 0], put(words, int(Item.SEEN), units.seen[row]))
+
+
+@T.inline
 def deal_line(line, units, machine, out, uncut):
     """Write every CTA's stretch: whole units, and pieces of those cut at its two ends.
 
@@ -134,36 +143,34 @@ def deal_line(line, units, machine, out, uncut):
         rank = var(line.rank[cta])
         head = var(line.head[cta])
         cut = var(line.cut[cta])
+        stop = var(line.cut[cta + 1])
+        is_stopped = var(as_bit(stop > 0))
         whole = var((line.rank[cta + 1] - rank) * machine.heads.value)
-        count = var(whole + line.head[cta + 1] - head + as_bit(line.cut[cta + 1] > 0))
-        for i in T.serial(count):
+        left = var(whole + line.head[cta + 1] - head + is_stopped)
+        while left > 0:
             row = var(units.ranked(rank))
-            kv_begin = var(units.rows[row, int(Item.KV_BEGIN)])
-            kv_end = var(units.rows[row, int(Item.KV_END)])
-            stop = var(T.Select(i == count - 1, line.cut[cta + 1], 0))
-            is_piece = var(as_bit(T.Or(cut > 0, stop > 0)))
-            out.items[index, int(Item.REQUEST)] = units.rows[row, int(Item.REQUEST)]
-            out.items[index, int(Item.KV_HEAD)] = head
-            out.items[index, int(Item.ROW_BEGIN)] = units.rows[row, int(Item.ROW_BEGIN)]
-            out.items[index, int(Item.ROW_END)] = units.rows[row, int(Item.ROW_END)]
-            out.items[index, int(Item.KV_BEGIN)] = T.Select(
-                cut > 0, machine.cut(kv_begin, cut), kv_begin
-            )
-            out.items[index, int(Item.KV_END)] = T.Select(
-                stop > 0, machine.cut(kv_begin, stop), kv_end
-            )
-            out.items[index, int(Item.SLOT)] = T.Select(is_piece != 0, slot, NO_SLOT)
-            out.items[index, int(Item.SEEN)] = units.seen[row]
-            if is_piece != 0:
+            taken = var(T.min(left - is_stopped, machine.heads.value - head))
+            if T.Or(cut > 0, taken == 0):
+                taken = 1
+                kv_begin = var(units.rows[row, int(Item.KV_BEGIN)])
+                begin = var(T.Select(cut > 0, machine.cut(kv_begin, cut), kv_begin))
+                end = var(units.rows[row, int(Item.KV_END)])
+                if left == is_stopped:
+                    end = machine.cut(kv_begin, stop)
+                write_piece(out, index, units, row, head, [begin, end, slot])
                 if cut == 0:
                     write_merge(out, merge, units.rows, row, head, slot)
                     merge = merge + 1
                 slot = slot + 1
+                cut = 0
             else:
+                write_heads(out.items, lambda i: index + i, units, row, head, taken)
                 uncut = T.max(uncut, units.cost[row])
-            index = index + 1
-            cut = 0
-            head = T.Select(head + 1 == machine.heads.value, 0, head + 1)
-            rank = rank + as_bit(head == 0)
+            index = index + taken
+            left = left - taken
+            head = head + taken
+            if head == machine.heads.value:
+                head = 0
+                rank = rank + 1
     out.cta_indptr[machine.num_ctas] = index
     out.merge_indptr[merge] = slot

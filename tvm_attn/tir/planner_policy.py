@@ -57,6 +57,7 @@ from tvm_attn.tir.planner_units import (
     Table,
     carve_tables,
     clear,
+    count_slots,
     cut_units,
     list_units,
 )
@@ -125,6 +126,11 @@ def is_uneven(plan: Plan, machine: Machine) -> Any:
     return plan.max_load * wide(machine.num_ctas) * T.int64(10) > plan.total * T.int64(11)
 
 
+def is_few(slots: Any, machine: Machine) -> Any:
+    """Whether units are cut, in at most as many parts as there are CTAs."""
+    return T.And(slots > T.int64(0), slots <= wide(machine.num_ctas))
+
+
 @T.inline
 def decide(plan, tables, machine, fixed_split, is_greedy):
     """Settle for a plan of the units, which are what the table holds at first: the policy."""
@@ -145,6 +151,10 @@ def decide(plan, tables, machine, fixed_split, is_greedy):
             by_round.decide(plan.max_load, T.And(is_greedy, plan.kind == SNAKE))
             is_round = T.meta_var(by_round.is_wanted)
             wanted = wanted * as_bit(T.Or(T.Or(is_fixed, is_round), is_uneven(plan, machine)))
+            if T.And(wanted != 0, T.Not(T.Or(is_fixed, is_round))):
+                slots = var(T.int64(0))
+                count_slots(units, machine, by_share, slots)
+                wanted = as_bit(is_few(slots, machine))
             if wanted != 0:
                 clear(table, table.room)
                 cut_units(
@@ -160,10 +170,8 @@ def decide(plan, tables, machine, fixed_split, is_greedy):
                         is_fixed, by_split.edge(*args), by_share.edge(*args)
                     ),
                 )
-                is_few = T.meta_var(
-                    T.And(table.slots > T.int64(0), table.slots <= wide(machine.num_ctas))
-                )
-                wanted = as_bit(T.And(table.count <= table.room, T.Or(is_fixed, is_few)))
+                may_be = T.meta_var(T.Or(is_fixed, is_few(table.slots, machine)))
+                wanted = as_bit(T.And(table.count <= table.room, may_be))
         if wanted != 0:
             settle_for_snake(plan, table, machine, load, bins)
     if T.And(T.Not(is_fixed), is_uneven(plan, machine)):

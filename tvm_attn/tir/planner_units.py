@@ -290,3 +290,17 @@ class Longest:
         return self.machine.cut(
             begin, low_word(T.truncdiv(wide(granules) * wide(part), wide(parts)))
         )
+
+
+@T.inline
+def count_slots(units, machine, rule, slots):
+    """Count the parts of the units that a rule of `Longest` cuts, but of no more than is too many.
+
+    The units are sorted: none is cut behind the first that is not.
+    """
+    i = var(0)
+    while i < units.count:
+        granules = var(units.cost[units.ranked(i)] - machine.overhead)
+        parts = var(rule.parts(0, 0, 0, granules))
+        slots = slots + wide(as_bit(parts > 1) * parts) * wide(machine.heads.value)
+        i = T.Select(T.And(parts > 1, slots <= wide(machine.num_ctas)), i + 1, units.count)
