@@ -16,6 +16,7 @@ import torch
 
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, PlanError, ProcessError
+from tvm_attn.runtime.buffers import Block
 from tvm_attn.runtime.device import (
     CPU,
     current_index,
@@ -24,7 +25,7 @@ from tvm_attn.runtime.device import (
     raw_stream,
     stream_handle,
 )
-from tvm_attn.runtime.device_memory import IdleStates, KeptMemory, states_of
+from tvm_attn.runtime.device_memory import DeviceMemory, IdleStates, KeptMemory, states_of
 from tvm_attn.runtime.device_plan import DevicePlan, DevicePlanner, refuses
 from tvm_attn.runtime.fixed import FixedMemory, Terms, families_of
 from tvm_attn.runtime.later import Later
@@ -136,8 +137,7 @@ class CudaMachine:
         stream = current_stream(device) if device.type == "cuda" else None
         if memory is not None:
             memory.check_params(plan.params)
-            with on_device(device):
-                memory.fill(block, plan.families, plan.num_pages, stream)
+            _fill(memory, plan, block, stream)
             launches = memory.launches
             held = (memory.ones, stream, memory.states, memory)
             run = None if plan.params else memory.run_of(plan, launches)
@@ -148,8 +148,7 @@ class CudaMachine:
             kept = KeptMemory(self._spec, device, block.layout, idle)
             block.device_memory = kept
         launches = kept.launches_of(plan, workspace)
-        with on_device(device):
-            kept.fill(block, plan.families, plan.num_pages, stream)
+        _fill(kept, plan, block, stream)
         params, owned = plan.params, states_of(launches)
         if params:
             params, arrays = self._params_there(plan, device)
@@ -281,6 +280,16 @@ def _queues(multiprocessors: int, family: Family) -> int:
     """
     count = multiprocessors * family.residents // max(family.cluster, 1)
     return count if family.cluster <= 2 else max(count * 9 // 10, 1)
+
+
+def _fill(there: DeviceMemory, plan: Plan, block: Block, stream: torch.cuda.Stream | None) -> None:
+    """Copy a plan to a device's memory, on the stream that is its current one."""
+    given = (block, plan.families, plan.num_pages, stream)
+    if stream is None or current_index() == there.device.index:
+        there.fill(*given)
+        return
+    with on_device(there.device):
+        there.fill(*given)
 
 
 def _is_tensor(value: object) -> bool:
