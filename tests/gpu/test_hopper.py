@@ -44,6 +44,10 @@ _ROWS = (
     ("causal", ("bfloat16", "bfloat16"), "HND", 64, 4, (160, 144)),
     ("causal", ("bfloat16", "bfloat16"), "NHD", 16, 8, (64, 64)),
     ("custom_mask", ("bfloat16", "bfloat16"), "NHD", None, 4, (64, 48)),
+    ("causal", ("bfloat16", "bfloat16"), "NHD", 16, 4, (96, 96)),
+    ("full", ("float16", "float16"), "HND", None, 8, (80, 80)),
+    ("causal", ("bfloat16", "bfloat16"), "NHD", 1, 4, (64, 64)),
+    ("window", ("bfloat16", "bfloat16", "float32"), "NHD", 64, 1, (64, 96)),
 )
 ROWS: list[Row] = [
     dict(zip(("variant", "dtypes", "layout", "page_size", "group", "dims"), row, strict=True))
