@@ -96,6 +96,7 @@ def test_narrow_heads_have_three_warpgroups_and_two_slots(
     narrow = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
     tile = tiles_to_try(narrow)[0]
     assert (tile.block, tile.stages) == (block, stages)
+    assert tile.rows_at_once == (2 if multipliers == 3 else 4), "merging would spill registers"
     assert tile.rows == 64 * tile.multipliers == 64 * multipliers
     assert tile.slots_outputs
     assert (tile.slots == 2) == (not tile.holds_queries)
