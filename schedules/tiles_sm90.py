@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
@@ -75,6 +75,8 @@ class HopperTile:
     paired : int
         Tiles of 8 keys whose weights are added up by pairs before they come to a row's total, which
         waits less; 0 where they come to it one after the other.
+    rows_at_once : int
+        Rows of a unit that a warp merges side by side.
     """
 
     block: int
@@ -88,6 +90,7 @@ class HopperTile:
     multipliers: int = 2
     copying: int = 40
     paired: int = 0
+    rows_at_once: int = MERGED_ROWS
     family: Literal["short", "long"] = "long"
     overhead: int = 1
     residents: int = 1
@@ -170,11 +173,6 @@ class HopperTile:
         return 2 if self.multipliers == 1 else 1
 
     @property
-    def rows_at_once(self) -> int:
-        """Rows that a warp merges side by side: fewer where registers are."""
-        return MERGED_ROWS if self.multipliers < 3 else MERGED_ROWS // 2
-
-    @property
     def slots_outputs(self) -> bool:
         """Whether outputs leave through slots."""
         return self.holds_queries or self.shares_slots
@@ -220,9 +218,8 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
         Head dims and page size decide.
     """
     widest = max(spec.head_dim_qk, spec.dim_vo)
-    narrow = [_narrow(spec)] if widest <= WIDEST_NARROW else []
     holds = widest <= WIDEST_HELD
-    tiles = narrow + [
+    tiles = _narrow(spec) + [
         HopperTile(
             block=block,
             stages=2,
@@ -277,12 +274,16 @@ def _split(spec: AttentionSpec, block: int) -> int:
     return block // 16 if spec.dim_vo <= COLUMN_GROUP else block * 5 // 64
 
 
-def _narrow(spec: AttentionSpec) -> HopperTile:
-    """Return a tile for narrow heads, whose weights take longer than their products.
+def _narrow(spec: AttentionSpec) -> list[HopperTile]:
+    """Return tiles for narrow heads, whose weights take longer than their products; none for wide.
 
     So two warpgroups weigh scores while one multiplies. Queries stay in shared memory. Blocks are
-    as large as registers allow, then stages as many as there is room for.
+    as large as registers allow, then stages as many as there is room for. What merging takes of
+    the registers decides whether some spill: above 64 columns there are never enough for all rows.
     """
+    widest = max(spec.head_dim_qk, spec.dim_vo)
+    if widest > WIDEST_NARROW:
+        return []
     tiles = (
         HopperTile(
             block=block,
@@ -300,7 +301,9 @@ def _narrow(spec: AttentionSpec) -> HopperTile:
         for block in BLOCKS
         for stages in (4, 3, 2)
     )
-    return next(tile for tile in tiles if has_room(tile, spec))
+    tile = next(tile for tile in tiles if has_room(tile, spec))
+    fewer = replace(tile, rows_at_once=MERGED_ROWS // 2)
+    return [tile, fewer] if widest <= COLUMN_GROUP else [fewer]
 
 
 def _feeders(spec: AttentionSpec, box: int) -> int:
