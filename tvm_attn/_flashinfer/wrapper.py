@@ -24,7 +24,7 @@ from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Features, Options, kernel_for
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError, SpecError
-from tvm_attn.runtime.device import located, on_device
+from tvm_attn.runtime.device import check_writable, located, on_device
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan, WorkList
@@ -229,7 +229,7 @@ class Wrapper:
         """`_run_batch` with an lse of ``[nnz_qo, num_qo_heads]`` ("NH"), or transposed ("HN")."""
         if lse_layout not in ("NH", "HN"):
             raise SpecError(f'lse_layout={lse_layout!r} must be "NH" or "HN"')
-        if lse_layout == "NH" or not return_lse:
+        if lse_layout == "NH" or (lse is None and not return_lse):
             return self._run_batch(q, kv, lse=lse, return_lse=return_lse, **given)
         if lse is not None:
             kernel, planned = self._current()
@@ -237,12 +237,14 @@ class Wrapper:
             check_tensor("lse", lse, shape, torch.float32, self.device)
         out, by_token = self._run_batch(q, kv, return_lse=True, **given)
         by_head = by_token.T.contiguous()
-        return out, by_head if lse is None else lse.copy_(by_head)
+        by_head = by_head if lse is None else lse.copy_(by_head)
+        return (out, by_head) if return_lse else out
 
     def _window_params(self, window_left: int | None) -> dict[str, Any]:
         """Return what a run's own window adds to the arguments."""
         planned = self._options.window_left
         if window_left is None or window_left == planned:
+            check_writable("lse", lse)
             return {}
         if planned < 0 <= window_left:
             raise PlanError(
