@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tvm_attn.errors import DTypeError, ShapeError
+from tvm_attn.bsr import check_strided
+from tvm_attn.errors import DTypeError, ShapeError, VariantError
 from tvm_attn.runtime.device import check_device
 from tvm_attn.runtime.placement import Placement, is_capturing
 
@@ -43,6 +44,7 @@ class HeadScales:
             raise DTypeError(f"{name} has dtype {scale.dtype}; it must be float32")
         if scale.numel() == 1 and scale.is_cpu:
             return self._fill(scale.item(), placement)
+        check_strided(name, scale)
         check_device(name, scale, placement.device)
         if scale.numel() == 1:
             return scale.reshape(1).expand(self._num_heads).contiguous()

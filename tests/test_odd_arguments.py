@@ -361,3 +361,14 @@ def test_a_sparse_tensor_is_told_from_a_strided_one() -> None:
 def test_targets_of_other_types(target: Any) -> None:
     with pytest.raises(TargetError):
         ta.parse_target(target)
+    with pytest.raises(ShapeError, match=r"alibi_slopes is torch.sparse_coo"):
+        run(ta.variants.alibi(), alibi_slopes=torch.ones(2).to_sparse())
+    mask = torch.ones(3, 6, dtype=torch.bool).to_sparse()
+    with pytest.raises(ShapeError, match=r"custom_mask is torch.sparse_coo"):
+        run(ta.variants.custom_mask(), {"custom_mask": mask})
+    q, k = torch.ones(3, 2, 16), torch.ones(6, 1, 16)
+    with pytest.raises(ShapeError, match=r"custom_mask is torch.sparse_coo"):
+        ta.single_prefill_with_kv_cache(q, k, k, custom_mask=mask)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(ShapeError, match=rf"{name} is torch.sparse_coo"):
+            run(None, **{name: torch.ones(1).to_sparse()})
