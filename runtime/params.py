@@ -133,7 +133,7 @@ def _float32(param: Param, value: Any) -> float:
         raise VariantError(f"{param.name} does not fit {param.dtype}") from error
     if LARGEST < abs(number) < np.inf:
         raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
-    return number
+    return number if param.largest is None else min(number, param.largest)
 
 
 def _narrower(param: Param, value: Any, planned: int) -> int | float:

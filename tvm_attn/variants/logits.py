@@ -18,8 +18,8 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     Parameters
     ----------
     cap : float, optional
-        Default of the run-time scalar ``logits_soft_cap``, which is finite; 0 is off, and so is
-        inf here. None makes it a required argument.
+        Default of the run-time scalar ``logits_soft_cap``; 0 and inf are off. None makes it a
+        required argument.
     """
 
     def cap_logit(ctx: Any, s: Expr) -> Expr:
@@ -31,7 +31,7 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
 
     return AttentionVariant(
         logits_transform=cap_logit,
-        params=(Param("logits_soft_cap", default=0.0 if cap == math.inf else cap),),
+        params=(Param("logits_soft_cap", default=0.0 if cap == math.inf else cap, largest=OFF),),
         name=f"soft_cap({cap})",
     )
 
