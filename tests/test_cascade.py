@@ -174,3 +174,5 @@ def test_bad_arguments_change_nothing() -> None:
         merge_state_in_place(v, torch.empty(4, 6)[:, :3].copy_(s), v, s)
     assert torch.equal(v, before[0])
     assert torch.equal(s, before[1])
+    with pytest.raises(DTypeError, match="s requires gradients"):
+        merge_state_in_place(v, s.clone().requires_grad_(), v, s)
