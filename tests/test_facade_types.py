@@ -115,3 +115,12 @@ def test_an_indptr_has_an_entry() -> None:
 def test_a_page_table_begins_at_0_also_with_pages_to_spare(indptr: list[int], kv_len: int) -> None:
     with pytest.raises(PlanError, match=r"kv_indptr\[0\] is .*; it must start at 0"):
         batch([0, 1], indptr, [2, 3, 1], [kv_len], *SHAPE, 32, 4)
+
+
+@pytest.mark.parametrize("page_size", [None, "4", [4]])
+@pytest.mark.parametrize(("call", "good"), [(decode, DECODE), (paged, PAGED)])
+def test_page_size_beside_lengths(
+    call: Callable[..., None], good: tuple[Any, ...], page_size: Any
+) -> None:
+    with pytest.raises(DTypeError, match=r"page_size=.* must be an integer"):
+        call(*good[:-1], page_size, seq_lens=[4])

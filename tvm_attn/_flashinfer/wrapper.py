@@ -47,10 +47,18 @@ class Wrapper:
         FlashInfer's.
     device : torch.device
         Where the tensors will be; of ``cuda`` without an index, the current GPU.
+
+    Attributes
+    ----------
+    device : torch.device
+        With its index.
+    called : str
+        What errors call it.
     """
 
     def __init__(self, kv_layout: str, backend: str, device: torch.device):
         self.device = located(device)
+        self.called = type(self).__name__
         self._kv_layout = check_layout(kv_layout)
         self._backend = check_backend(backend)
         self._graph: GraphBuffers | None = None
@@ -205,7 +213,7 @@ class Wrapper:
 
     def _current(self) -> tuple[AttentionModule, Plan]:
         if self._kernel is None or self._planned is None:
-            raise PlanError(f"{type(self).__name__}: there is no plan yet; call plan() first")
+            raise PlanError(f"{self.called}: there is no plan yet; call plan() first")
         return self._kernel, self._planned
 
     def work_lists(self) -> list[WorkList]:
@@ -235,6 +243,7 @@ class Wrapper:
             kernel, planned = self._current()
             shape = (kernel.spec.num_qo_heads, planned.nnz_qo)
             check_tensor("lse", lse, shape, torch.float32, self.device)
+            check_writable("lse", lse)
         out, by_token = self._run_batch(q, kv, return_lse=True, **given)
         by_head = by_token.T.contiguous()
         by_head = by_head if lse is None else lse.copy_(by_head)
@@ -244,7 +253,6 @@ class Wrapper:
         """Return what a run's own window adds to the arguments."""
         planned = self._options.window_left
         if window_left is None or window_left == planned:
-            check_writable("lse", lse)
             return {}
         if planned < 0 <= window_left:
             raise PlanError(
