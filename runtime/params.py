@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tvm_attn.bsr import as_tensor
+from tvm_attn.bsr import as_tensor, check_strided
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, VariantError
 from tvm_attn.runtime.device import CPU, check_device
 from tvm_attn.spec import Param
@@ -133,7 +133,7 @@ def _float32(param: Param, value: Any) -> float:
         raise VariantError(f"{param.name} does not fit {param.dtype}") from error
     if LARGEST < abs(number) < np.inf:
         raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
-    return number
+    return number if param.largest is None else min(number, param.largest)
 
 
 def _narrower(param: Param, value: Any, planned: int) -> int | float:
@@ -153,6 +153,7 @@ def _tensor(
         value = as_tensor(value, param.name)
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
+    check_strided(param.name, value)
     check_device(param.name, value, device)
     if str(value.dtype) != f"torch.{param.dtype}":
         raise DTypeError(f"{param.name} has dtype {value.dtype}, expected {param.dtype}")

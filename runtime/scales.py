@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from tvm_attn.errors import DTypeError, ShapeError
+from tvm_attn.bsr import check_strided
+from tvm_attn.errors import DTypeError, ShapeError, VariantError
 from tvm_attn.runtime.device import check_device
+from tvm_attn.runtime.params import LARGEST
 from tvm_attn.runtime.placement import Placement, is_capturing
 
 KEPT = 256
@@ -41,6 +44,7 @@ class HeadScales:
             return self._fill(number(name, scale), placement)
         if scale.dtype != torch.float32:
             raise DTypeError(f"{name} has dtype {scale.dtype}; it must be float32")
+        check_strided(name, scale)
         if scale.numel() == 1 and scale.is_cpu:
             return self._fill(scale.item(), placement)
         check_device(name, scale, placement.device)
@@ -69,7 +73,13 @@ class HeadScales:
 
 
 def number(name: str, value: Any) -> float:
-    """Return a scale given as a number, or as a tensor or array of one on the host."""
+    """Return a scale given as a number, or as a tensor or array of one on the host.
+
+    Raises
+    ------
+    DTypeError, VariantError
+        If it is no number, or one that does not fit float32.
+    """
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         raise DTypeError(
             f"{name} is a tensor on {value.device}; it must be a number, which can be had without "
@@ -78,8 +88,11 @@ def number(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bool):
             raise TypeError
-        return float(value)
+        found = float(value)
     except OverflowError as error:
-        raise DTypeError(f"{name} must be a number that a float holds") from error
+        raise VariantError(f"{name} does not fit float32") from error
     except (TypeError, ValueError) as error:
         raise DTypeError(f"{name}={value!r} must be a number") from error
+    if LARGEST < abs(found) < math.inf:
+        raise VariantError(f"{name}={found} does not fit float32")
+    return found

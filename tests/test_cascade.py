@@ -71,6 +71,26 @@ def test_the_empty_state_is_the_identity(dtype: torch.dtype) -> None:
     assert (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("dead", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_empty_states_are_not_looked_at(dtype: torch.dtype, dead: float) -> None:
+    v, s = states(40, 3, dtype=dtype, empty=0)
+    nothing = torch.full_like(v, dead), torch.full_like(s, -math.inf)
+    for got in (merge_state(v, s, *nothing), merge_state(*nothing, v, s)):
+        assert all(map(torch.equal, got, (v, s)))
+    into = tuple(part.clone() for part in nothing)
+    merge_state_in_place(*into, v, s)
+    assert all(map(torch.equal, into, (v, s)))
+    between = (torch.stack(parts, dim=1) for parts in zip(nothing, (v, s), nothing, strict=True))
+    assert all(map(torch.equal, merge_states(*between), (v, s)))
+    for out, lse in (
+        merge_state(*nothing, *nothing),
+        merge_states(*(part[:, None] for part in nothing)),
+    ):
+        assert not out.any()
+        assert (lse == -math.inf).all()
+
+
 def test_merging_is_commutative_and_associative() -> None:
     a, b, c = (states(40, 3, seed=seed) for seed in range(3))
     ab, ba = merge_state(*a, *b), merge_state(*b, *a)
@@ -172,5 +192,7 @@ def test_bad_arguments_change_nothing() -> None:
         merge_state_in_place(v, s, v, s, mask=torch.ones(4, dtype=torch.uint8))
     with pytest.raises(ShapeError, match=r"s must be contiguous"):
         merge_state_in_place(v, torch.empty(4, 6)[:, :3].copy_(s), v, s)
+    with pytest.raises(DTypeError, match="s requires gradients"):
+        merge_state_in_place(v, s.clone().requires_grad_(), v, s)
     assert torch.equal(v, before[0])
     assert torch.equal(s, before[1])

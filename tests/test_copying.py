@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from tests.batches import random_batch
 from tests.cases import kernel
 from tests.test_runtime_cuda import SPEC
+from tvm_attn import variants
+from tvm_attn._hook_code import hook_code
 from tvm_attn.errors import PlanError
 
 
@@ -36,3 +40,11 @@ def test_plans_are_not_copied(copied: Callable[[Any], Any]) -> None:
     plan = kernel("full", SPEC).plan(random_batch(SPEC, [1], [20]).fmt)
     with pytest.raises(PlanError, match="neither copied nor pickled; plan the batch again"):
         copied(plan)
+
+
+def test_variants_of_this_library_are_pickled() -> None:
+    made = [getattr(variants, name)() for name in variants.__all__ if name != "sigmoid"]
+    for variant in (*made, variants.sigmoid(), reduce(operator.and_, made)):
+        again = pickle.loads(pickle.dumps(variant))
+        assert (str(again), hook_code(again)) == (str(variant), hook_code(variant))
+        assert hook_code(variant) is not None

@@ -9,7 +9,7 @@ import torch
 
 import tvm_attn as flashinfer
 from tests.accuracy import assert_accurate
-from tests.batches import Batch
+from tests.batches import Batch, random_batch
 from tests.facades import (
     ALL_OPTIONS,
     CAP,
@@ -281,3 +281,19 @@ def test_kernels_are_built_once(decoding: Batch) -> None:
     assert wrapper._kernel is plan_decode(decoding)._kernel
     wrapper.plan(*page_table(decoding), 6, 2, 32, 4, sm_scale=0.3)
     assert kernel_for.cache_info().misses == built
+
+
+def test_an_lse_by_head_is_written_though_it_is_not_returned() -> None:
+    batch = random_batch(RAGGED, [6], [9], spare=0)  # as many tokens as heads: NH would fit
+    wrapper = plan_ragged(batch)
+    out, want = wrapper.run(batch.q, *batch.kv, return_lse=True, lse_layout="HN")
+    lse = torch.zeros(6, 6)
+    got = wrapper.run(batch.q, *batch.kv, lse=lse, lse_layout="HN")
+    assert torch.equal(got, out)
+    assert torch.equal(lse, want)
+    with pytest.raises(DTypeError, match="lse requires gradients"):
+        wrapper.run(
+            *(batch.q, *batch.kv), lse=lse.requires_grad_(), lse_layout="HN", return_lse=True
+        )
+    with pytest.raises(ShapeError, match="lse of shape"):
+        wrapper.run(batch.q, *batch.kv, lse=torch.zeros(1, 6).expand(6, 6), lse_layout="HN")

@@ -108,3 +108,19 @@ def test_page_size_of_lengths(page_size: Any) -> None:
 def test_an_indptr_has_an_entry() -> None:
     with pytest.raises(ShapeError, match="qo_indptr is empty"):
         ragged([], *RAGGED[1:])
+
+
+@pytest.mark.parametrize("kv_len", [4, 8])
+@pytest.mark.parametrize("indptr", [[-1, 1], [1, 3]])
+def test_a_page_table_begins_at_0_also_with_pages_to_spare(indptr: list[int], kv_len: int) -> None:
+    with pytest.raises(PlanError, match=r"kv_indptr\[0\] is .*; it must start at 0"):
+        batch([0, 1], indptr, [2, 3, 1], [kv_len], *SHAPE, 32, 4)
+
+
+@pytest.mark.parametrize("page_size", [None, "4", [4]])
+@pytest.mark.parametrize(("call", "good"), [(decode, DECODE), (paged, PAGED)])
+def test_page_size_beside_lengths(
+    call: Callable[..., None], good: tuple[Any, ...], page_size: Any
+) -> None:
+    with pytest.raises(DTypeError, match=r"page_size=.* must be an integer"):
+        call(*good[:-1], page_size, seq_lens=[4])

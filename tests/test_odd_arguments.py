@@ -223,9 +223,30 @@ def test_scalars_of_torch_and_numpy() -> None:
 def test_numbers_that_no_float_holds(cap: float) -> None:
     with pytest.raises(VariantError, match=r"logits_soft_cap.* does not fit float32"):
         run(ta.variants.soft_cap(), logits_soft_cap=cap)
-    if isinstance(cap, int):
-        with pytest.raises(DTypeError, match="sm_scale"):
-            run(None, sm_scale=cap)
+    for name in ("sm_scale", "q_scale", "k_scale", "v_scale"):
+        with pytest.raises(VariantError, match=rf"{name}.* does not fit float32"):
+            run(None, **{name: cap})
+
+
+def test_large_scales_that_fit() -> None:
+    assert torch.equal(run(None, sm_scale=1e38, q_scale=0), run(None, sm_scale=0))
+    with pytest.raises(VariantError, match=r"q_scale=1e\+39 does not fit"):
+        run(None, q_scale=torch.tensor(1e39, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cap", [math.inf, np.float32(math.inf), 2.0**64, 3e38])
+def test_a_soft_cap_that_no_logit_feels_is_off(cap: float) -> None:
+    assert torch.equal(
+        run(ta.variants.soft_cap(), logits_soft_cap=cap),
+        run(ta.variants.soft_cap(), logits_soft_cap=0.0),
+    )
+    torch.testing.assert_close(run(ta.variants.soft_cap(), logits_soft_cap=cap), run(None))
+
+
+def test_only_a_float_has_a_largest_value() -> None:
+    for given in ({"dtype": "int32"}, {"kind": "tensor", "shape": (2,)}):
+        with pytest.raises(VariantError, match="only a float32 scalar has a largest"):
+            Param("x", largest=1.0, **given)
 
 
 def test_an_infinite_soft_cap_is_off() -> None:
@@ -344,6 +365,17 @@ def test_a_sparse_tensor_is_told_from_a_strided_one() -> None:
     k = torch.zeros(2, 4, 1, 16)
     with pytest.raises(ShapeError, match=r"q is torch.sparse_coo; pass q.to_dense\(\)"):
         kernel.run(kernel.plan(*TABLE), torch.ones(3, 2, 16).to_sparse(), (k, k))
+    with pytest.raises(ShapeError, match=r"alibi_slopes is torch.sparse_coo"):
+        run(ta.variants.alibi(), alibi_slopes=torch.ones(2).to_sparse())
+    mask = torch.ones(3, 6, dtype=torch.bool).to_sparse()
+    with pytest.raises(ShapeError, match=r"custom_mask is torch.sparse_coo"):
+        run(ta.variants.custom_mask(), {"custom_mask": mask})
+    q, k = torch.ones(3, 2, 16), torch.ones(6, 1, 16)
+    with pytest.raises(ShapeError, match=r"custom_mask is torch.sparse_coo"):
+        ta.single_prefill_with_kv_cache(q, k, k, custom_mask=mask)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(ShapeError, match=rf"{name} is torch.sparse_coo"):
+            run(None, **{name: torch.ones(1).to_sparse()})
 
 
 @pytest.mark.parametrize(

@@ -246,3 +246,9 @@ def test_seq_lens() -> None:
         get_seq_lens(INDPTR, [1], PAGE_SIZE)
     with pytest.raises(ShapeError, match="kv_last_page_len is on meta"):
         get_seq_lens(INDPTR, LAST_PAGE_LEN.to("meta"), PAGE_SIZE)
+    assert get_seq_lens([0, 0, 1], [99, 0], PAGE_SIZE).tolist() == [0, 0]  # no pages: no last one
+    with pytest.raises(PlanError, match=r"kv_indptr is \[0, 2, 1\]; it never decreases"):
+        get_seq_lens([0, 2, 1], [1, 1], PAGE_SIZE)
+    for last in (-1, PAGE_SIZE + 1):
+        with pytest.raises(PlanError, match=rf"kv_last_page_len\[1\] is {last}"):
+            get_seq_lens([0, 1, 2], [1, last], PAGE_SIZE)

@@ -23,7 +23,7 @@ from tests.facades import (
 )
 from tests.machine import Machine
 from tvm_attn import reference
-from tvm_attn.errors import PlanError
+from tvm_attn.errors import DTypeError, PlanError
 from tvm_attn.spec import AttentionSpec
 
 SHAPE = (SPEC.num_qo_heads, SPEC.num_kv_heads, SPEC.head_dim_qk, SPEC.page_size)
@@ -145,3 +145,13 @@ def test_a_fast_plan_in_graph_mode(machine: Machine) -> None:
     assert torch.equal(buffers[1].cpu(), indices)
     got = wrapper.run(batch.q, batch.kv, return_lse=True, **batch.scales)
     assert_accurate(got, batch)
+
+
+def test_errors_name_the_wrapper_and_its_arguments(machine: Machine) -> None:
+    prefilled, decoding = prefill(machine, 3, 4), decode_batch(SPEC).to(machine.device)
+    request = (prefilled.q, *prefilled.kv)
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace(decoding))
+    with pytest.raises(PlanError, match=r"^PODWithPagedKVCacheWrapper: there is no plan yet"):
+        wrapper.run(*request, decoding.q, decoding.kv)
+    with pytest.raises(DTypeError, match="q_d must be a torch tensor, got ndarray"):
+        plan_pod(decoding).run(*request, decoding.q.cpu().numpy(), decoding.kv)

@@ -63,8 +63,8 @@ def hook_code(variant: AttentionVariant) -> str | None:
 
 
 def declaration(param: Param) -> str:
-    """Return the text of a parameter without its default, which is a run-time value."""
-    return repr(replace(param, default=None))
+    """Return the text of a parameter without what is its host's: its default and largest value."""
+    return repr(replace(param, default=None, largest=None))
 
 
 class _Told:

@@ -20,8 +20,9 @@ INT32 = torch.iinfo(torch.int32)
 
 
 def as_tensor(value: object, name: str) -> torch.Tensor:
-    """Return `value` as a tensor that shares its memory where that is possible."""
+    """Return `value` as a strided tensor that shares its memory where that is possible."""
     if isinstance(value, torch.Tensor):
+        check_strided(name, value)
         return value
     if value is None:
         raise DTypeError(f"{name} is missing; give a torch tensor, a numpy array or a list")
@@ -35,6 +36,12 @@ def as_tensor(value: object, name: str) -> torch.Tensor:
         ) from error
 
 
+def check_strided(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ShapeError` if a tensor is sparse."""
+    if tensor.layout is not torch.strided:
+        raise ShapeError(f"{name} is {tensor.layout}; give {name}.to_dense()")
+
+
 def index_array(value: object, name: str) -> torch.Tensor:
     """Return an index array as a contiguous int32 vector.
 
@@ -46,8 +53,6 @@ def index_array(value: object, name: str) -> torch.Tensor:
     if is_plain(value):
         return cast(torch.Tensor, value)
     array = as_tensor(value, name)
-    if array.layout is not torch.strided:
-        raise ShapeError(f"{name} is {array.layout}; give {name}.to_dense()")
     if array.shape == (0,):  # of floats by default, in torch and numpy
         array = array.to(torch.int32)
     if array.dtype not in (torch.int32, torch.int64):

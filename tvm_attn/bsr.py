@@ -27,6 +27,7 @@ from tvm_attn._index_arrays import (
     param_arrays,
 )
 from tvm_attn._index_arrays import as_tensor as as_tensor
+from tvm_attn._index_arrays import check_strided as check_strided
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
 from tvm_attn.spec import integer
 

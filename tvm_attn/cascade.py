@@ -93,6 +93,7 @@ def merge_state_in_place(
     _check_other(v, "v_other", v_other, "s_other", s_other)
     check_tensor("s", s, tuple(s.shape), torch.float32, v.device, contiguous=True)
     check_writable("v", v)
+    check_writable("s", s)
     if mask is None:
         mask = torch.empty(0, dtype=torch.bool, device=v.device)
     else:

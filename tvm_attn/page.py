@@ -18,7 +18,6 @@ from tvm_attn._flashinfer.arguments import (
     kv_lengths,
     split_cache,
 )
-from tvm_attn._index_arrays import checked_size
 from tvm_attn.errors import DTypeError, PlanError, ShapeError
 from tvm_attn.runtime.device import CPU, access_unit, check_device, check_writable
 from tvm_attn.runtime.executor import check_tensor
@@ -53,17 +52,22 @@ def get_seq_lens(
     ShapeError
         If the arrays do not belong to one batch.
     PlanError
-        If a length does not fit int32; on a GPU, it is the largest that does.
+        If a length does not fit int32; on a GPU, it is the largest that does. If `kv_indptr`
+        decreases, or a last page holds fewer than 0 or more than `page_size` tokens; not looked at
+        on a GPU.
 
     Examples
     --------
     >>> get_seq_lens([0, 1, 1, 4], [5, 9, 2], 16).tolist()
     [5, 0, 34]
     """
-    checked_size(page_size, "page_size")
     arrays = {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
-    table = _on_device(_device_of(arrays), arrays)
-    return kv_lengths(table["kv_indptr"], table["kv_last_page_len"], page_size)
+    device = _device_of(arrays)
+    indptr, last_page_len = _on_device(device, arrays).values()
+    lengths = kv_lengths(indptr, last_page_len, page_size)
+    if device == CPU:
+        _check_table(indptr, last_page_len, page_size)
+    return lengths
 
 
 def get_batch_indices_positions(
@@ -274,6 +278,19 @@ def _on_device(device: torch.device, arrays: Mapping[str, IndexArray]) -> dict[s
         check_device(name, index, device)
         found[name] = index
     return found
+
+
+def _check_table(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> None:
+    """Raise `PlanError` unless every request has pages, and a last one that is possible."""
+    if bool((indptr[1:] < indptr[:-1]).any()):
+        raise PlanError(f"kv_indptr is {indptr.tolist()}; it never decreases")
+    outside = (last_page_len < 0) | (last_page_len > page_size)
+    wrong = (outside & (indptr[1:] > indptr[:-1])).nonzero()
+    if len(wrong):
+        b = int(wrong[0])
+        raise PlanError(
+            f"kv_last_page_len[{b}] is {int(last_page_len[b])}; a page holds {page_size} tokens"
+        )
 
 
 def _check_appended(indptr: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from tvm_attn._flashinfer.arguments import (
     KVCache,
     Result,
     Scale,
+    check_buffer,
     implemented_except,
 )
 from tvm_attn._flashinfer.decode_paged import BatchDecodeWithPagedKVCacheWrapper
@@ -78,6 +79,7 @@ class PODWithPagedKVCacheWrapper:
             paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )
+        self._decode.called = type(self).__name__
         self._planned = {**DEFAULTS, "kv_layout_d": kv_layout}
         self._prefill: Plan | None = None
         self._beside: tuple[AttentionModule, Plan] | None = None
@@ -253,7 +255,7 @@ class PODWithPagedKVCacheWrapper:
         )
         request: Request = (q_p, k_p, v_p)
         kernel, plan = self._plan_prefill(request, kv_layout_p, options)
-        out_d = torch.empty_like(q_d)
+        out_d = torch.empty_like(check_buffer(q_d, "q_d"))
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         given["lse"] = q_d.new_empty(q_d.shape[:2], dtype=torch.float32)
         return side_by_side(

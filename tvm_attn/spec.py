@@ -174,6 +174,8 @@ class Param:
     narrows : bool
         A plan-time scalar that bounds the KV range: a run may give a smaller value (it clips), a
         larger one is an error. Negative values mean "unbounded".
+    largest : float or None
+        Of a float32 scalar: what larger values count as, infinity too.
     """
 
     name: str
@@ -183,6 +185,7 @@ class Param:
     default: float | int | None = None
     at: Literal["run", "plan"] = "run"
     narrows: bool = False
+    largest: float | None = None
 
     def __post_init__(self) -> None:
         """Validate the declaration."""
@@ -217,6 +220,8 @@ class Param:
             raise VariantError(f"parameter {self.name!r}: only scalars have a default")
         if self.narrows and (self.kind != "scalar" or not self.dtype.startswith("int")):
             raise VariantError(f"parameter {self.name!r}: only an integer scalar can narrow")
+        if self.largest is not None and (self.kind, self.dtype) != ("scalar", "float32"):
+            raise VariantError(f"parameter {self.name!r}: only a float32 scalar has a largest")
         self._check_default()
 
     def _check_shape(self) -> None:

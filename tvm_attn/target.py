@@ -348,8 +348,8 @@ def _gpu_arch(device: int | None) -> str:
 
     if not torch.cuda.is_available():
         raise TargetError(
-            "a cuda target needs an architecture where there is no GPU to ask, such as "
-            f'"cuda -arch=sm_90"; {_ALLOWED}'
+            "a cuda target needs an architecture where there is no GPU to ask: name one, such as "
+            '"cuda -arch=sm_90"; or use the CPU, by target="cpu", or device="cpu" of a facade'
         )
     if device is not None and device >= torch.cuda.device_count():
         raise TargetError(f"there is no GPU {device}; {torch.cuda.device_count()} can be used")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,8 @@ class AttentionVariant:
                 f"both variants declare the parameter {sorted(clash)[0]!r}; rename one of them"
             )
         merged = {
-            hook: _compose(compose, getattr(self, hook), getattr(other, hook))
-            for hook, compose in HOOKS.items()
+            hook: _compose(both, getattr(self, hook), getattr(other, hook))
+            for hook, both in HOOKS.items()
         }
         return replace(
             self,
@@ -208,38 +208,34 @@ def _of_kind(value: Any, *allowed: str) -> Any:
     return value
 
 
-def _compose(both: Callable[[Hook, Hook], Hook], a: Hook | None, b: Hook | None) -> Hook | None:
+def _compose(both: Hook, a: Hook | None, b: Hook | None) -> Hook | None:
     if a is None or b is None:
         return a or b
-    return both(a, b)
+    return partial(both, a, b)
 
 
-def _chain_rows(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, x, d: second(ctx, lambda e: as_float(first(ctx, x, e)), d)
+def _chained_rows(first: Hook, second: Hook, ctx: Any, x: Hook, d: Expr) -> Expr:
+    return second(ctx, lambda e: as_float(first(ctx, x, e)), d)
 
 
-def _chain_logits(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, s: second(ctx, as_float(first(ctx, s)))
+def _chained_logits(first: Hook, second: Hook, ctx: Any, s: Expr) -> Expr:
+    return second(ctx, as_float(first(ctx, s)))
 
 
-def _both_masks(first: Hook, second: Hook) -> Hook:
-    def mask(ctx: Any) -> Expr:
-        from tvm import tirx
+def _both_masks(first: Hook, second: Hook, ctx: Any) -> Expr:
+    from tvm import tirx
 
-        return tirx.And(as_bool(first(ctx)), as_bool(second(ctx)))
-
-    return mask
+    return tirx.And(as_bool(first(ctx)), as_bool(second(ctx)))
 
 
-def _intersect(first: Hook, second: Hook) -> Hook:
-    def kv_range(ctx: Any, q_lo: Expr, q_hi: Expr) -> tuple[Expr, Expr]:
-        from tvm import tirx
+def _intersection(
+    first: Hook, second: Hook, ctx: Any, q_lo: Expr, q_hi: Expr
+) -> tuple[Expr | None, Expr | None]:
+    from tvm import tirx
 
-        bounds = [map(as_position, as_pair(hook(ctx, q_lo, q_hi))) for hook in (first, second)]
-        los, his = zip(*bounds, strict=True)
-        return _tightest(tirx.max, *los), _tightest(tirx.min, *his)
-
-    return kv_range
+    bounds = [map(as_position, as_pair(hook(ctx, q_lo, q_hi))) for hook in (first, second)]
+    los, his = zip(*bounds, strict=True)
+    return _tightest(tirx.max, *los), _tightest(tirx.min, *his)
 
 
 def _tightest(pick: Callable[[Expr, Expr], Expr], *bounds: Expr | None) -> Expr | None:
@@ -247,31 +243,35 @@ def _tightest(pick: Callable[[Expr, Expr], Expr], *bounds: Expr | None) -> Expr 
     return reduce(pick, given) if given else None
 
 
-def _add_states(first: Hook, second: Hook) -> Hook:
-    def initial_state(ctx: Any) -> tuple[Expr, Expr]:
-        from tvm import tirx
+def _sum_of_states(first: Hook, second: Hook, ctx: Any) -> tuple[Expr, Expr]:
+    from tvm import tirx
 
-        states = [map(as_float, as_pair(hook(ctx))) for hook in (first, second)]
-        (m_a, d_a), (m_b, d_b) = states
-        top = tirx.max(m_a, m_b)
-        m = tirx.Select(top == tirx.const(-math.inf, "float32"), tirx.const(0.0, "float32"), top)
-        return m, d_a * tirx.exp(m_a - m) + d_b * tirx.exp(m_b - m)
-
-    return initial_state
+    states = [map(as_float, as_pair(hook(ctx))) for hook in (first, second)]
+    (m_a, d_a), (m_b, d_b) = states
+    top = tirx.max(m_a, m_b)
+    m = tirx.Select(top == tirx.const(-math.inf, "float32"), tirx.const(0.0, "float32"), top)
+    return m, d_a * tirx.exp(m_a - m) + d_b * tirx.exp(m_b - m)
 
 
-def _chain_outputs(first: Hook, second: Hook) -> Hook:
-    return lambda ctx, o, lse: second(ctx, as_float(first(ctx, o, lse)), lse)
+def _chained_outputs(first: Hook, second: Hook, ctx: Any, o: Expr, lse: Expr) -> Expr:
+    return second(ctx, as_float(first(ctx, o, lse)), lse)
 
 
-HOOKS: dict[str, Callable[[Hook, Hook], Hook]] = {
-    "query_transform": _chain_rows,
-    "key_transform": _chain_rows,
-    "value_transform": _chain_rows,
-    "logits_transform": _chain_logits,
+HOOKS: dict[str, Hook] = {
+    "query_transform": _chained_rows,
+    "key_transform": _chained_rows,
+    "value_transform": _chained_rows,
+    "logits_transform": _chained_logits,
     "mask": _both_masks,
-    "kv_range": _intersect,
-    "initial_state": _add_states,
-    "output_transform": _chain_outputs,
+    "kv_range": _intersection,
+    "initial_state": _sum_of_states,
+    "output_transform": _chained_outputs,
 }
-"""Every hook, and how two of them compose."""
+"""Every hook, and how two of them compose: the two, and then what a hook is given."""
+
+
+def composed_of(hook: Hook) -> tuple[Hook, ...]:
+    """Return the two hooks that one is composed of; none, if it is not composed."""
+    if isinstance(hook, partial) and hook.func in HOOKS.values():
+        return hook.args
+    return ()

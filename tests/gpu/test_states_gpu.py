@@ -97,6 +97,21 @@ def test_rows_anywhere_are_merged(dtype: torch.dtype, dim: int, shift: int, extr
         assert torch.equal(into._base.isnan(), gaps), "what lies between rows has changed"
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_empty_states_are_not_looked_at(dtype: torch.dtype, shift: int) -> None:
+    v, s = states(70, 4, 5, dim=128, dtype=dtype)
+    dead = view(v.masked_fill((s == -math.inf)[..., None], math.nan), shift, 0)
+    assert all(map(torch.equal, merge_states(dead, s), merge_states(v, s)))
+    expected = merge_state(v[:, 0], s[:, 0], v[:, 3], s[:, 3])
+    assert not expected[0].isnan().any()
+    assert all(map(torch.equal, merge_state(dead[:, 0], s[:, 0], dead[:, 3], s[:, 3]), expected))
+    into, lse = view(dead[:, 0], shift, 0), s[:, 0].contiguous()
+    merge_state_in_place(into, lse, dead[:, 3], s[:, 3])
+    assert torch.equal(into, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place_is_out_of_place(dtype: torch.dtype) -> None:
     v, s = states(4000, 33, dim=128, dtype=dtype)

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tvm_attn._index_arrays import IndexArray, is_plain
+from tvm_attn._index_arrays import IndexArray, checked_size, is_plain
 from tvm_attn._index_arrays import index_array as index_array
 from tvm_attn.errors import DTypeError, PlanError, ShapeError, SpecError
 from tvm_attn.runtime.buffers import Ints
@@ -173,9 +173,11 @@ def kv_lengths(kv_indptr: IndexArray, kv_last_page_len: IndexArray, page_size: i
 
     Raises
     ------
-    ShapeError, PlanError
-        If the arrays are of different batches; on the host, if a length does not fit int32.
+    ShapeError, DTypeError, PlanError
+        If the arrays are of different batches, or the page size is none; on the host, if a length
+        does not fit int32.
     """
+    checked_size(page_size, "page_size")
     pages = index_array(kv_indptr, "kv_indptr").to(torch.int64).diff()
     last = index_array(kv_last_page_len, "kv_last_page_len")
     if len(pages) != len(last):

@@ -24,7 +24,7 @@ from tvm_attn._flashinfer.graph_buffers import GraphBuffers
 from tvm_attn._flashinfer.options import Features, Options, kernel_for
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError, SpecError
-from tvm_attn.runtime.device import located, on_device
+from tvm_attn.runtime.device import check_writable, located, on_device
 from tvm_attn.runtime.executor import check_tensor
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Plan, WorkList
@@ -47,10 +47,18 @@ class Wrapper:
         FlashInfer's.
     device : torch.device
         Where the tensors will be; of ``cuda`` without an index, the current GPU.
+
+    Attributes
+    ----------
+    device : torch.device
+        With its index.
+    called : str
+        What errors call it.
     """
 
     def __init__(self, kv_layout: str, backend: str, device: torch.device):
         self.device = located(device)
+        self.called = type(self).__name__
         self._kv_layout = check_layout(kv_layout)
         self._backend = check_backend(backend)
         self._graph: GraphBuffers | None = None
@@ -205,7 +213,7 @@ class Wrapper:
 
     def _current(self) -> tuple[AttentionModule, Plan]:
         if self._kernel is None or self._planned is None:
-            raise PlanError(f"{type(self).__name__}: there is no plan yet; call plan() first")
+            raise PlanError(f"{self.called}: there is no plan yet; call plan() first")
         return self._kernel, self._planned
 
     def work_lists(self) -> list[WorkList]:
@@ -229,15 +237,17 @@ class Wrapper:
         """`_run_batch` with an lse of ``[nnz_qo, num_qo_heads]`` ("NH"), or transposed ("HN")."""
         if lse_layout not in ("NH", "HN"):
             raise SpecError(f'lse_layout={lse_layout!r} must be "NH" or "HN"')
-        if lse_layout == "NH" or not return_lse:
+        if lse_layout == "NH" or (lse is None and not return_lse):
             return self._run_batch(q, kv, lse=lse, return_lse=return_lse, **given)
         if lse is not None:
             kernel, planned = self._current()
             shape = (kernel.spec.num_qo_heads, planned.nnz_qo)
             check_tensor("lse", lse, shape, torch.float32, self.device)
+            check_writable("lse", lse)
         out, by_token = self._run_batch(q, kv, return_lse=True, **given)
         by_head = by_token.T.contiguous()
-        return out, by_head if lse is None else lse.copy_(by_head)
+        by_head = by_head if lse is None else lse.copy_(by_head)
+        return (out, by_head) if return_lse else out
 
     def _window_params(self, window_left: int | None) -> dict[str, Any]:
         """Return what a run's own window adds to the arguments."""

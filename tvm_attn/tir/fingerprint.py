@@ -21,13 +21,13 @@ from tvm_attn.tir.truth import is_library, undecided
 from tvm_attn.tir.visibility import clear_bits_hide
 from tvm_attn.variant import (
     HOOKS,
-    AttentionVariant,
     Expr,
     as_bool,
     as_expr,
     as_float,
     as_pair,
     as_position,
+    composed_of,
 )
 
 QUERY = ("batch", "kv_head", "qo_len", "kv_len", "qo_idx", "q_pos", "qo_head")
@@ -155,10 +155,10 @@ def _has_source(frame: traceback.FrameSummary) -> bool:
 
 def _beginnings(hook: Any) -> list[str]:
     """Where a hook begins, or each of the hooks that it is composed of."""
+    parts = composed_of(hook)
+    if parts:
+        return [line for part in parts for line in _beginnings(part)]
     code = getattr(hook, "__code__", None)
     if code is None:
         return [f"  in {hook!r}"]
-    parts = [cell.cell_contents for cell in hook.__closure__ or ()]
-    if code.co_filename == AttentionVariant.__and__.__code__.co_filename and parts:
-        return [line for part in parts for line in _beginnings(part)]
     return [f'  File "{code.co_filename}", line {code.co_firstlineno}']

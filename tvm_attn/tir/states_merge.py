@@ -40,7 +40,10 @@ def clear(row, o, dim):
 
 @T.inline
 def add(row, o, stored, part, lse, dim):
-    """Add a part with its weight; `stored` holds its elements as they are stored."""
+    """Add a part with its weight; `stored` holds its elements as they are stored.
+
+    Those of a part that weighs nothing count as 0, whatever they are.
+    """
     row[WEIGHT] = STATE.weight(lse, STATE.reference(row[PEAK]))
     row[TOTAL] = row[TOTAL] + row[WEIGHT]
     copy(stored, part, dim)
@@ -49,7 +52,9 @@ def add(row, o, stored, part, lse, dim):
             vd = T.axis.remap("S", [d])
             T.reads()
             T.writes()
-            o[vd] = o[vd] + row[WEIGHT] * to_float(stored[vd])
+            is_dead = T.meta_var(row[WEIGHT] == f32(0.0))
+            x = T.meta_var(tirx.Select(is_dead, f32(0.0), to_float(stored[vd])))
+            o[vd] = o[vd] + row[WEIGHT] * x
 
 
 @T.inline

@@ -18,20 +18,12 @@ def soft_cap(cap: float | None = None) -> AttentionVariant:
     Parameters
     ----------
     cap : float, optional
-        Default of the run-time scalar ``logits_soft_cap``, which is finite; 0 is off, and so is
-        inf here. None makes it a required argument.
+        Default of the run-time scalar ``logits_soft_cap``; 0 and inf are off. None makes it a
+        required argument.
     """
-
-    def cap_logit(ctx: Any, s: Expr) -> Expr:
-        from tvm import tirx
-
-        given, one = ctx.logits_soft_cap, tirx.const(1.0, "float32")
-        cap = tirx.Select(given > tirx.const(0.0, "float32"), given, tirx.const(OFF, "float32"))
-        return cap * tirx.tanh(s * (one / cap))
-
     return AttentionVariant(
-        logits_transform=cap_logit,
-        params=(Param("logits_soft_cap", default=0.0 if cap == math.inf else cap),),
+        logits_transform=_capped,
+        params=(Param("logits_soft_cap", default=0.0 if cap == math.inf else cap, largest=OFF),),
         name=f"soft_cap({cap})",
     )
 
@@ -44,16 +36,24 @@ def sigmoid(bias: float = 0.0) -> AttentionVariant:
     bias : float
         Default of the run-time scalar ``sigmoid_bias``.
     """
-
-    def weight(ctx: Any, s: Expr) -> Expr:
-        from tvm import tirx
-
-        one = tirx.const(1.0, "float32")
-        return one / (one + tirx.exp(-(s + ctx.sigmoid_bias)))
-
     return AttentionVariant(
-        logits_transform=weight,
+        logits_transform=_sigmoid_of,
         use_softmax=False,
         params=(Param("sigmoid_bias", default=bias),),
         name=f"sigmoid({bias})",
     )
+
+
+def _capped(ctx: Any, s: Expr) -> Expr:
+    from tvm import tirx
+
+    given, one = ctx.logits_soft_cap, tirx.const(1.0, "float32")
+    cap = tirx.Select(given > tirx.const(0.0, "float32"), given, tirx.const(OFF, "float32"))
+    return cap * tirx.tanh(s * (one / cap))
+
+
+def _sigmoid_of(ctx: Any, s: Expr) -> Expr:
+    from tvm import tirx
+
+    one = tirx.const(1.0, "float32")
+    return one / (one + tirx.exp(-(s + ctx.sigmoid_bias)))

@@ -13,15 +13,15 @@ def alibi() -> AttentionVariant:
 
     The slopes are the run-time tensor ``alibi_slopes``, float32 ``[num_qo_heads]``.
     """
-
-    def add_bias(ctx: Any, s: Expr) -> Expr:
-        from tvm import tirx
-
-        distance = tirx.Cast("float32", ctx.kv_pos - ctx.q_pos)
-        return s + ctx.alibi_slopes[ctx.qo_head] * distance
-
     return AttentionVariant(
-        logits_transform=add_bias,
+        logits_transform=_biased,
         params=(Param("alibi_slopes", kind="tensor", shape=("num_qo_heads",)),),
         name="alibi",
     )
+
+
+def _biased(ctx: Any, s: Expr) -> Expr:
+    from tvm import tirx
+
+    distance = tirx.Cast("float32", ctx.kv_pos - ctx.q_pos)
+    return s + ctx.alibi_slopes[ctx.qo_head] * distance

@@ -14,14 +14,14 @@ def sink() -> AttentionVariant:
     The logits are the run-time tensor ``sink``, float32 ``[num_qo_heads]`` (arXiv 2508.10925,
     section 2.2). A row with no visible key stays an empty state.
     """
-
-    def state(ctx: Any) -> tuple[Expr, Expr]:
-        from tvm import tirx
-
-        return ctx.sink[ctx.qo_head], tirx.const(1.0, "float32")
-
     return AttentionVariant(
-        initial_state=state,
+        initial_state=_state,
         params=(Param("sink", kind="tensor", shape=("num_qo_heads",)),),
         name="sink",
     )
+
+
+def _state(ctx: Any) -> tuple[Expr, Expr]:
+    from tvm import tirx
+
+    return ctx.sink[ctx.qo_head], tirx.const(1.0, "float32")
