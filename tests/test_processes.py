@@ -1,0 +1,77 @@
+"""Kernels in processes that were forked off, with any number of threads, and from several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tvm_attn.runtime import host
+
+MADE = """
+import os, signal, torch
+import tvm_attn as ta
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+SPEC = ta.AttentionSpec(2, 1, 16, q_dtype="float32", page_size=4)
+TABLE = [0, 3], [0, 2], [0, 1], [2]
+Q, KV = torch.randn(3, 2, 16), tuple(torch.randn(2, 5, 4, 1, 16))
+before = threads()
+kernel = ta.build(SPEC)
+"""
+FORKED = """
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    plan = plan or kernel.plan(*TABLE)
+    torch.save(kernel.run(plan, Q, KV), "{path}")
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+want = kernel.run(plan or kernel.plan(*TABLE), Q, KV)
+print(torch.equal(torch.load("{path}"), want))
+"""
+UNTIL = {
+    "build": "plan = None",
+    "load": 'kernel.export("{path}"); kernel, plan = ta.load("{path}"), None',
+    "plan": "plan = kernel.plan(*TABLE); str(kernel), kernel.resources",
+}
+
+
+@pytest.mark.parametrize("until", UNTIL)
+def test_a_process_forked_before_the_first_run_runs(
+    until: str, tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    code = (MADE + UNTIL[until] + FORKED).format(path=f"{tmp_path}/file")
+    assert run_python(code).split() == ["0", "True"]
+
+
+def test_plans_are_for_the_threads_of_the_pool_which_a_run_starts(
+    run_python: Callable[..., str],
+) -> None:
+    printed = run_python(
+        MADE
+        + """
+plan = kernel.plan(*TABLE)
+print(threads() - before)
+kernel.run(plan, Q, KV)
+import tvm_ffi
+print(tvm_ffi.get_global_func("runtime.NumThreads")() - kernel.resources["threads"])
+"""
+    )
+    assert printed.split() == ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("frequencies", "cores"), [({}, 4), (dict.fromkeys(range(4), "9\n"), 4), ({0: "9", 2: "9"}, 2)]
+)
+def test_cores_of_the_highest_frequency(
+    frequencies: dict[int, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, frequency in frequencies.items():
+        (tmp_path / f"cpu{index}/cpufreq").mkdir(parents=True)
+        (tmp_path / f"cpu{index}/cpufreq/cpuinfo_max_freq").write_text(frequency)
+    monkeypatch.setattr(host, "CPUS", tmp_path)
+    assert host.fastest_cores(4) == cores
