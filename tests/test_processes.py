@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import tvm_attn as ta
 from tvm_attn.runtime import host
 
 MADE = """
@@ -75,3 +79,40 @@ def test_cores_of_the_highest_frequency(
         (tmp_path / f"cpu{index}/cpufreq/cpuinfo_max_freq").write_text(frequency)
     monkeypatch.setattr(host, "CPUS", tmp_path)
     assert host.fastest_cores(4) == cores
+
+
+def test_threads_share_a_plan_with_partial_states() -> None:
+    spec = ta.AttentionSpec(4, 2, 64, q_dtype="float32", page_size=None)
+    kernel, length = ta.build(spec, ta.variants.causal()), 6000
+    k, v = torch.randn(2, length, 2, 64)
+    queries = torch.randn(4, 2, 4, 64)
+    plan = kernel.plan([0, 2], [0, length], fixed_split_size=256)
+    assert plan.num_slots
+    want = [kernel.run(plan, q, (k, v)) for q in queries]
+
+    def is_right(index: int) -> bool:
+        return all(
+            torch.equal(kernel.run(plan, queries[index], (k, v)), want[index]) for _ in range(100)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(is_right, range(4))) == [True] * 4
+
+
+def test_runs_take_turns_where_there_are_partial_states() -> None:
+    spec = ta.AttentionSpec(4, 2, 64, q_dtype="float32", page_size=None)
+    kernel = ta.build(spec, ta.variants.causal())
+    whole, cut = (kernel.plan([0, 2], [0, 600], fixed_split_size=size) for size in (1000, 64))
+    assert whole.placement.turn is None
+    def fails(*arguments: object) -> None:
+        raise ValueError
+
+    q, kv = torch.randn(2, 4, 64), torch.randn(2, 600, 2, 64)
+    kernel.run(cut, q, tuple(kv))
+    accepted: Any = cut.placement.accepted
+    accepted.launches = [(fails, ())]
+    with pytest.raises(ValueError):
+        kernel.run(cut, q, tuple(kv))
+    with ThreadPoolExecutor(1) as thread:
+        free = thread.submit(cut.placement.turn.acquire, blocking=False)
+        assert free.result(), "errors end a turn"
