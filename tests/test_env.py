@@ -23,6 +23,11 @@ def unset_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+
+@pytest.fixture
 def clean_logger() -> Iterator[None]:
     yield
     os.environ.pop("TVM_ATTN_LOG", None)
@@ -134,6 +139,7 @@ def test_threads_default_to_the_cpus_of_this_process() -> None:
     assert env.num_threads() == len(os.sched_getaffinity(0))
 
 
+@pytest.mark.usefixtures("eight_cores")
 def test_order_of_the_thread_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     assert env.num_threads() == 5
@@ -153,12 +159,25 @@ def test_a_bad_thread_count_names_its_variable(
         env.num_threads()
 
 
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize("name", THREAD_VARIABLES)
+@pytest.mark.parametrize("given", ["8", "9", "1000", "0" * 30 + "9", "1" + "0" * 20, "9" * 5000])
+def test_threads_are_at_most_the_cores(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, given)
+    assert env.setup_threads() == env.num_threads() == 8
+    assert os.environ["TVM_NUM_THREADS"] == "8"
+
+
+@pytest.mark.usefixtures("eight_cores")
 def test_setup_threads_tells_tvm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVM_ATTN_NUM_THREADS", "2")
     assert env.setup_threads() == 2
     assert os.environ["TVM_NUM_THREADS"] == "2"
 
 
+@pytest.mark.usefixtures("eight_cores")
 def test_setup_threads_respects_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVM_NUM_THREADS", "7")
     assert env.setup_threads() == 7

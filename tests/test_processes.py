@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,6 +67,14 @@ print(tvm_ffi.get_global_func("runtime.NumThreads")() - kernel.resources["thread
 """
     )
     assert printed.split() == ["0", "0"]
+
+
+def test_more_threads_than_cores_are_not_started(run_python: Callable[..., str]) -> None:
+    printed = run_python(
+        MADE + 'kernel.run(kernel.plan(*TABLE), Q, KV); print(kernel.resources["threads"])',
+        env={"TVM_ATTN_NUM_THREADS": "100000000000000000000"},
+    )
+    assert int(printed) <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ VARIABLES = (CACHE_DIR, LOG, DUMP, NUM_THREADS)
 FAILED = "failed"
 """Folder of sources that a compiler refused, below the directory of dumps, else of kernels."""
 
+_LONG = 10
+"""Digits of a number that no machine has so many cores as."""
 _LOG_LEVELS = {"off": None, "info": logging.INFO, "debug": logging.DEBUG}
 _to_nowhere = logging.NullHandler()  # keeps `logging` from its handler of last resort
 _to_stderr = logging.StreamHandler()
@@ -145,7 +147,9 @@ def log_level() -> int | None:
 
 
 def num_threads() -> int:
-    """Return the number of CPU threads to plan for and to run on.
+    """Return the number of CPU threads to plan for and to run on: at most this machine's cores.
+
+    With more of them, TVM's pool would take minutes to end.
 
     Raises
     ------
@@ -157,16 +161,15 @@ def num_threads() -> int:
         if given:
             return _thread_count(name, given)
     openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if openmp.isdecimal() and int(openmp) > 0:
-        return int(openmp)
-    return len(os.sched_getaffinity(0))
+    asked = _up_to_cores(openmp) if openmp.isdecimal() else 0
+    return asked or len(os.sched_getaffinity(0))
 
 
 def setup_threads() -> int:
     """Fix the size of TVM's CPU thread pool, which reads ``TVM_NUM_THREADS`` when it starts.
 
     Call this before TVM's runtime library is loaded. A ``TVM_NUM_THREADS`` that is already set
-    stays, unless ``TVM_ATTN_NUM_THREADS`` says otherwise.
+    stays, unless ``TVM_ATTN_NUM_THREADS`` says otherwise, or there are fewer cores.
 
     Returns
     -------
@@ -202,6 +205,14 @@ def logger(name: str = "") -> logging.Logger:
 
 
 def _thread_count(name: str, given: str) -> int:
-    if not given.isdecimal() or int(given) < 1:
+    threads = _up_to_cores(given) if given.isdecimal() else 0
+    if threads < 1:
         raise EnvError(f"{name}={given!r} is not a number of threads; use an integer of at least 1")
-    return int(given)
+    return threads
+
+
+def _up_to_cores(digits: str) -> int:
+    """Return a number, or that of cores if it is larger; Python reads no number of any size."""
+    cores = os.cpu_count() or 1
+    digits = digits.lstrip("0")
+    return min(int(digits or 0), cores) if len(digits) < _LONG else cores
