@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,15 +103,27 @@ def override(variable: EnvVar, value: object) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return the directory of compiled kernels (not created here)."""
+    """Return the directory of compiled kernels (not created here).
+
+    Raises
+    ------
+    EnvError
+        If there can be no such directory.
+    """
     given = CACHE_DIR.read()
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("tvm-attn"))
+    return _directory(CACHE_DIR, given) if given else Path(platformdirs.user_cache_dir("tvm-attn"))
 
 
 def dump_dir() -> Path | None:
-    """Return the directory that builds dump into, None when they do not (not created here)."""
+    """Return the directory that builds dump into, None when they do not (not created here).
+
+    Raises
+    ------
+    EnvError
+        If there can be no such directory.
+    """
     given = DUMP.read()
-    return Path(given).expanduser() if given else None
+    return _directory(DUMP, given) if given else None
 
 
 def cuda_program(name: str) -> Path | None:
@@ -202,6 +215,26 @@ def logger(name: str = "") -> logging.Logger:
         root.addHandler(_to_stderr)
         root.setLevel(level)
     return root.getChild(name) if name else root
+
+
+def _directory(variable: EnvVar, given: str) -> Path:
+    """Return a directory that is there, or can be made as far as its name goes."""
+    reason: object
+    try:
+        path = Path(given).expanduser()
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+        reason = "Not a directory"
+    except FileNotFoundError:
+        dangling = [str(p) for p in (path, *path.parents) if p.is_symlink() and not p.exists()]
+        if not dangling:
+            return path
+        reason = f"{dangling[-1]} is a link to nothing"
+    except (OSError, RuntimeError) as error:
+        reason = error
+    raise EnvError(
+        f"{variable.name}={given!r} cannot be written ({reason}); name a directory that can be"
+    )
 
 
 def _thread_count(name: str, given: str) -> int:
