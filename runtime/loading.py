@@ -23,7 +23,11 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
         If an environment variable has a value that cannot be used.
     """
     env.log_level()  # raises, though nothing is logged
-    artifact = read_artifact(Path(path))
+    try:
+        file = Path(path)
+    except TypeError as error:
+        raise ArtifactError(f"path={path!r} names no file ({error})") from error
+    artifact = read_artifact(file)
     if "families" not in artifact.meta:
         raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
     missing = missing_flags(artifact.meta["cpu_flags"])
