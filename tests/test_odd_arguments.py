@@ -339,23 +339,31 @@ def test_results_are_not_written_over_one_another() -> None:
     assert (one == 7.0).all()
 
 
-OVERLAPPING = [(16, 16, 1), (17, 16, 1), (31, 16, 1), (16, 8, 1), (0, 16, 1), (1, 48, 1), (15, 45, 1)]
+OVERLAPPING = [
+    (16, 16, 1),
+    (17, 16, 1),
+    (31, 16, 1),
+    (16, 8, 1),
+    (0, 16, 1),
+    (1, 48, 1),
+    (15, 45, 1),
+]
 
 
 @pytest.mark.parametrize("strides", OVERLAPPING)
 def test_rows_that_share_elements_are_not_written_to(strides: tuple[int, ...]) -> None:
     memory, new, s = torch.full((1000,), 7.0), torch.ones(3, 2, 16), torch.zeros(3, 2)
     apart = memory.as_strided((3, 2, 16), strides)
-    with pytest.raises(ShapeError, match="out of shape .* to one place"):
+    with pytest.raises(ShapeError, match=r"out of shape .* to one place"):
         run(None, out=apart)
-    with pytest.raises(ShapeError, match="v of shape .* to one place"):
+    with pytest.raises(ShapeError, match=r"v of shape .* to one place"):
         ta.merge_state_in_place(apart, s, new, s)
     cache = torch.zeros(3, 1, 2, 16)
     page = memory.as_strided(cache.shape, (strides[0], 16, *strides[1:]))
     for pages in ((page, cache), (cache, page)):
-        with pytest.raises(ShapeError, match="cache of .* to one place"):
+        with pytest.raises(ShapeError, match=r"cache of .* to one place"):
             ta.append_paged_kv_cache(new[:1], new[:1], [0], [0], pages, [0], [0, 1], [1])
-    with pytest.raises(ShapeError, match="lse of shape .* to one place"):
+    with pytest.raises(ShapeError, match=r"lse of shape .* to one place"):
         run(None, lse=memory.as_strided((3, 2), (1, 1)))
     assert (memory == 7.0).all()
 

@@ -1,4 +1,4 @@
-"""Kernels in processes that were forked off, with any number of threads, and from several threads."""
+"""Kernels in processes that were forked off, on any number of threads, run by several of them."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_runs_take_turns_where_there_are_partial_states() -> None:
     kernel = ta.build(spec, ta.variants.causal())
     whole, cut = (kernel.plan([0, 2], [0, 600], fixed_split_size=size) for size in (1000, 64))
     assert whole.placement.turn is None
+
     def fails(*arguments: object) -> None:
         raise ValueError
 
