@@ -22,6 +22,11 @@ from tvm_attn.errors import ArtifactError
 
 FORMAT = 5
 META, LIBRARY_SUFFIX, DEVICE_SUFFIX = "meta.json", ".so", ".device"
+UNREADABLE = (
+    *(tarfile.TarError, EOFError, OSError),
+    *(KeyError, TypeError, ValueError, RecursionError),
+)
+"""Errors of reading what is no artifact: as a tar file, and its members."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Artifact:
         """
         try:
             Path(path).write_bytes(self.to_bytes())
-        except (OSError, TypeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise ArtifactError(
                 f"path={path!r} cannot be written ({error}); name a file in a folder that exists"
             ) from error
@@ -104,9 +109,11 @@ def read_artifact(path: Path) -> Artifact:
         with tarfile.open(path, mode="r:") as tar:
             members = {m.name: _content(tar, m) for m in tar.getmembers()}
         meta = json.loads(members.pop(META))
+        if not isinstance(meta, dict):
+            raise TypeError(f"{META} holds {type(meta).__name__}")
     except FileNotFoundError as error:
         raise ArtifactError(f"there is no artifact at {path}") from error
-    except (tarfile.TarError, KeyError, EOFError, ValueError, OSError) as error:
+    except UNREADABLE as error:
         raise ArtifactError(f"{path} is no whole artifact ({error!r}); export it again") from error
     if meta.pop("format", None) != FORMAT:
         raise ArtifactError(f"{path} has another format than {FORMAT}; export it again")

@@ -28,19 +28,30 @@ def elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> ShapeErr
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise a typed error if a tensor cannot be written to: gradients, or elements that are one."""
+    """Raise a typed error if a tensor cannot be written to: gradients, or elements that are one.
+
+    Elements may be apart in ways that are not seen: axes whose steps interlace.
+    """
     if tensor.requires_grad:
         raise DTypeError(
             f"{name} requires gradients, which results do not have; pass {name}.detach()"
         )
-    if tensor.is_contiguous():
-        return
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(length > 1 and stride == 0 for length, stride in steps):
+    if not tensor.is_contiguous() and not _nests(tensor):
         raise ShapeError(
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: different "
             f"results would be written to one place; pass {name}.clone() or memory of its own"
         )
+
+
+def _nests(tensor: torch.Tensor) -> bool:
+    """Whether each axis steps over all that faster ones reach: then no two elements are one."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (length - 1)
+    return True
 
 
 def check_rows(**tensors: torch.Tensor) -> None:

@@ -99,8 +99,15 @@ class Executor:
             written = self._lse(plan, accepted, lse, return_lse)
         if accepted.lacks_pages:
             k, v = self._as_pages(k), self._as_pages(v)
-        for kernel, arguments in accepted.launches:
-            kernel(q, k, v, *arguments, out, written)
+        turn = placement.turn
+        if turn is not None:
+            turn.acquire()  # for half of what a with block takes
+        try:
+            for kernel, arguments in accepted.launches:
+                kernel(q, k, v, *arguments, out, written)
+        finally:
+            if turn is not None:
+                turn.release()
         return (out, written) if return_lse else out
 
     def _accept(

@@ -11,6 +11,7 @@ from pathlib import Path
 from tvm_attn.errors import ProcessError
 
 CPUINFO = Path("/proc/cpuinfo")
+CPUS = Path("/sys/devices/system/cpu")
 
 
 def missing_flags(flags: Sequence[str]) -> str:
@@ -38,6 +39,20 @@ def _offered_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
+def fastest_cores(cores: int) -> int:
+    """Return how many of this machine's cores have the highest frequency: those that TVM uses."""
+    frequencies = [_frequency(f"cpu{index}") for index in range(cores)]
+    return frequencies.count(max(frequencies))
+
+
+def _frequency(core: str) -> int:
+    """Return a core's highest frequency; 0 if the system does not tell."""
+    try:
+        return int((CPUS / core / "cpufreq/cpuinfo_max_freq").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def check_process() -> None:
     """Raise `ProcessError` in a process that was forked off after a kernel had run.
 
@@ -48,7 +63,8 @@ def check_process() -> None:
     elif _users[0] != os.getpid():
         raise ProcessError(
             "this process was forked off after a kernel had run, and the threads kernels need are "
-            "not in it; start workers before the first run, or with the start method 'spawn'"
+            "not in it; start workers before the first run (kernels may be built, loaded and "
+            "planned for), or with the start method 'spawn'"
         )
 
 

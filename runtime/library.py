@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import tempfile
 import threading
@@ -20,7 +21,7 @@ import torch
 from tvm_attn import env
 from tvm_attn.errors import ArtifactError, ProcessError
 from tvm_attn.runtime.device import on_device
-from tvm_attn.runtime.host import check_process
+from tvm_attn.runtime.host import check_process, fastest_cores
 
 RUNTIME = "libtvm_runtime.so"
 CUDA_RUNTIME = "libtvm_runtime_cuda.so"
@@ -106,18 +107,19 @@ class Library:
 
 
 @functools.cache
-def load_runtime() -> None:
-    """Load TVM's runtime library, once, with the thread pool's size set before.
+def load_runtime() -> int:
+    """Load TVM's runtime library, once, and return the size that was set for its thread pools.
 
     Raises
     ------
     ArtifactError
         If the library is not installed.
     """
-    env.setup_threads()
+    threads = env.setup_threads()
     import tvm_ffi  # noqa: F401  # brings the library that the runtime links against
 
     ctypes.CDLL(str(_find_library(RUNTIME)), ctypes.RTLD_GLOBAL)
+    return threads
 
 
 @functools.cache
@@ -147,11 +149,11 @@ def load_cuda_runtime() -> None:
 
 @functools.cache
 def num_threads() -> int:
-    """Return the number of threads of TVM's CPU pool."""
-    load_runtime()
-    import tvm_ffi
+    """Return the number of threads that kernels run on, without starting them.
 
-    return int(tvm_ffi.get_global_func("runtime.NumThreads")())
+    TVM would start its pool to tell, and a process that is forked off later would wait for it.
+    """
+    return min(load_runtime(), fastest_cores(os.cpu_count() or 1))
 
 
 def _find_library(name: str) -> Path:

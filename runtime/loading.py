@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tvm_attn import env
 from tvm_attn.errors import ArtifactError
 from tvm_attn.runtime.artifact import read_artifact
 from tvm_attn.runtime.host import missing_flags
@@ -18,8 +19,15 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
     ------
     ArtifactError
         If the file is no artifact, or was built for another machine.
+    EnvError
+        If an environment variable has a value that cannot be used.
     """
-    artifact = read_artifact(Path(path))
+    env.log_level()  # raises, though nothing is logged
+    try:
+        file = Path(path)
+    except TypeError as error:
+        raise ArtifactError(f"path={path!r} names no file ({error})") from error
+    artifact = read_artifact(file)
     if "families" not in artifact.meta:
         raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
     missing = missing_flags(artifact.meta["cpu_flags"])

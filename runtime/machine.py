@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -133,7 +134,8 @@ class CpuMachine:
                 plan.work, partial_states(self._spec, slots, workspace, CPU), strict=True
             )
         ]
-        return Placement(CPU, launches, plan.params, self._ones)
+        turn = RLock() if any(count for _, count in slots) else None
+        return Placement(CPU, launches, plan.params, self._ones, turn=turn)
 
     def plan_there(
         self,

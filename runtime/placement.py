@@ -70,6 +70,8 @@ class Placement:
         Whether it is used on another stream than it was made for.
     used : tuple of int
         The GPU and the address of the stream of the last run; negative before the first.
+    turn : RLock, optional
+        Of the CPU: what the kernels of a run hold if they write partial states, of all threads.
     """
 
     device: torch.device
@@ -82,6 +84,7 @@ class Placement:
     accepted: AcceptedRun | None = None
     moved: bool = False
     used: tuple[int, int] = (-1, -1)
+    turn: Any = None
     _unread: torch.Tensor | None = None
 
     @cached_property

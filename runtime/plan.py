@@ -211,13 +211,15 @@ class Plan:
     """How one batch is executed, for every layer whose lengths are the same.
 
     Made by `AttentionModule.plan`. It owns copies of the index arrays, so the caller's may change.
-    Replanning into it (``out=``) replaces what it held; a plan is used by one run at a time.
+    Replanning into it (``out=``) replaces what it held; no other thread may run it meanwhile. On
+    the CPU, threads may run a plan at the same time: where it has partial states, their kernels
+    take turns; those of plans that have one `workspace` do not.
 
-    On a GPU it is used on one stream at a time: a run on another stream than the one before (at
-    first, the current stream of planning) waits for what is queued there. Replanning needs no wait:
-    what queued runs still read is kept until they are done. A CUDA graph reads the arrays that the
-    plan had when it was captured: keep the plan, and unless it has limits do not replan it, as long
-    as the graph lives.
+    On a GPU it is used by one thread at a time, and on one stream: a run on another stream than the
+    one before (at first, the current stream of planning) waits for what is queued there. Replanning
+    needs no wait: what queued runs still read is kept until they are done. A CUDA graph reads the
+    arrays that the plan had when it was captured: keep the plan, and unless it has limits do not
+    replan it, as long as the graph lives.
 
     Attributes
     ----------

@@ -109,9 +109,26 @@ def test_files_that_are_no_artifact(tmp_path: Path, content: bytes | None, words
 
 def test_a_kernel_is_exported_to_a_file(exported: Path, tmp_path: Path) -> None:
     module = ta.load(exported)
-    for path in (tmp_path, tmp_path / "no" / "folder.tar", None):
+    for path in (tmp_path, tmp_path / "no" / "folder.tar", None, "a\0b", "a" * 300):
         with pytest.raises(ArtifactError, match=r"cannot be written .* name a file in a folder"):
             module.export(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "1", '"x"', "true", "[" * 10**5, "\\xff"])
+def test_a_head_that_says_nothing(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "some.tar"
+    with tarfile.open(path, "w") as tar:
+        member = tarfile.TarInfo("meta.json")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content.encode()))
+    with pytest.raises(ArtifactError, match="no whole artifact"):
+        ta.load(path)
+
+
+@pytest.mark.parametrize("path", [None, 1, b"a.tar", "a\0b", "a" * 300])
+def test_a_path_that_names_no_file(path: Any) -> None:
+    with pytest.raises(ArtifactError, match=r"names no file|no whole artifact"):
+        ta.load(path)
 
 
 def test_a_directory_is_no_artifact(tmp_path: Path) -> None:

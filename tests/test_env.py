@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tvm_attn as ta
 from tvm_attn import env
 from tvm_attn.errors import TvmAttnError
 
@@ -20,6 +21,11 @@ THREAD_VARIABLES = ("TVM_ATTN_NUM_THREADS", "TVM_NUM_THREADS", "OMP_NUM_THREADS"
 def unset_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in THREAD_VARIABLES:
         monkeypatch.setenv(name, "")
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
 
 
 @pytest.fixture
@@ -56,6 +62,47 @@ def test_cache_dir_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None
     assert env.cache_dir().name == "tvm-attn"
 
 
+@pytest.mark.parametrize(
+    ("variable", "read"), [(env.CACHE_DIR, env.cache_dir), (env.DUMP, env.dump_dir)]
+)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("~nouser/x", "home directory"),
+        ("{folder}/" + "a" * 300, "File name too long"),
+        ("{folder}/dangling", "/dangling is a link to nothing"),
+        ("{folder}/dangling/x", "/dangling is a link to nothing"),
+        ("{folder}/loop", "symbolic links"),
+        ("{folder}/loop/x", "symbolic links"),
+        ("{folder}/file", "Not a directory"),
+        ("{folder}/file/x", "Not a directory"),
+    ],
+)
+def test_a_name_that_no_directory_can_have(
+    variable: env.EnvVar,
+    read: Callable[[], Path | None],
+    given: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable.name, given.format(folder=tmp_path))
+    with pytest.raises(env.EnvError, match=rf"{variable.name}='.*{words}.*; name a directory"):
+        read()
+
+
+def test_a_directory_may_be_a_link_or_still_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("link", "link/a/b"):
+        monkeypatch.setenv("TVM_ATTN_CACHE_DIR", str(tmp_path / name))
+        assert env.cache_dir() == tmp_path / name
+
+
 def test_override_lasts_for_a_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TVM_ATTN_CACHE_DIR", "before")
     monkeypatch.delenv("TVM_ATTN_DUMP", raising=False)
@@ -89,6 +136,17 @@ def test_a_bad_log_level_says_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match=r"TVM_ATTN_LOG='loud' .* off, info, debug") as error:
         env.log_level()
     assert isinstance(error.value, TvmAttnError)
+
+
+def test_a_bad_log_level_is_met_where_kernels_come_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec, path = ta.AttentionSpec(2, 1, 16, q_dtype="float32", page_size=4), tmp_path / "kernel.tar"
+    ta.build(spec).export(path)
+    monkeypatch.setenv("TVM_ATTN_LOG", "loud")
+    for take in (lambda: ta.build(spec), lambda: ta.load(path)):
+        with pytest.raises(env.EnvError, match="TVM_ATTN_LOG='loud'"):
+            take()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +192,7 @@ def test_threads_default_to_the_cpus_of_this_process() -> None:
     assert env.num_threads() == len(os.sched_getaffinity(0))
 
 
+@pytest.mark.usefixtures("eight_cores")
 def test_order_of_the_thread_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     assert env.num_threads() == 5
@@ -153,12 +212,25 @@ def test_a_bad_thread_count_names_its_variable(
         env.num_threads()
 
 
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize("name", THREAD_VARIABLES)
+@pytest.mark.parametrize("given", ["8", "9", "1000", "0" * 30 + "9", "1" + "0" * 20, "9" * 5000])
+def test_threads_are_at_most_the_cores(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, given)
+    assert env.setup_threads() == env.num_threads() == 8
+    assert os.environ["TVM_NUM_THREADS"] == "8"
+
+
+@pytest.mark.usefixtures("eight_cores")
 def test_setup_threads_tells_tvm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVM_ATTN_NUM_THREADS", "2")
     assert env.setup_threads() == 2
     assert os.environ["TVM_NUM_THREADS"] == "2"
 
 
+@pytest.mark.usefixtures("eight_cores")
 def test_setup_threads_respects_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVM_NUM_THREADS", "7")
     assert env.setup_threads() == 7

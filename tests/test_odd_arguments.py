@@ -360,6 +360,43 @@ def test_results_are_not_written_over_one_another() -> None:
     assert (one == 7.0).all()
 
 
+OVERLAPPING = [
+    (16, 16, 1),
+    (17, 16, 1),
+    (31, 16, 1),
+    (16, 8, 1),
+    (0, 16, 1),
+    (1, 48, 1),
+    (15, 45, 1),
+]
+
+
+@pytest.mark.parametrize("strides", OVERLAPPING)
+def test_rows_that_share_elements_are_not_written_to(strides: tuple[int, ...]) -> None:
+    memory, new, s = torch.full((1000,), 7.0), torch.ones(3, 2, 16), torch.zeros(3, 2)
+    apart = memory.as_strided((3, 2, 16), strides)
+    with pytest.raises(ShapeError, match=r"out of shape .* to one place"):
+        run(None, out=apart)
+    with pytest.raises(ShapeError, match=r"v of shape .* to one place"):
+        ta.merge_state_in_place(apart, s, new, s)
+    cache = torch.zeros(3, 1, 2, 16)
+    page = memory.as_strided(cache.shape, (strides[0], 16, *strides[1:]))
+    for pages in ((page, cache), (cache, page)):
+        with pytest.raises(ShapeError, match=r"cache of .* to one place"):
+            ta.append_paged_kv_cache(new[:1], new[:1], [0], [0], pages, [0], [0, 1], [1])
+    with pytest.raises(ShapeError, match=r"lse of shape .* to one place"):
+        run(None, lse=memory.as_strided((3, 2), (1, 1)))
+    assert (memory == 7.0).all()
+
+
+@pytest.mark.parametrize("strides", [(32, 16, 1), (16, 48, 1), (100, 40, 1), (20, 60, 1)])
+def test_rows_in_any_order_and_with_gaps_are_written_to(strides: tuple[int, ...]) -> None:
+    out, lse = torch.zeros(1000).as_strided((3, 2, 16), strides), torch.zeros(5, 9)[:3, 2:4]
+    want, want_lse = run(None, return_lse=True)
+    run(None, out=out, lse=lse)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
 def test_a_sparse_tensor_is_told_from_a_strided_one() -> None:
     kernel = ta.build(SPEC)
     k = torch.zeros(2, 4, 1, 16)

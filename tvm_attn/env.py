@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ VARIABLES = (CACHE_DIR, LOG, DUMP, NUM_THREADS)
 FAILED = "failed"
 """Folder of sources that a compiler refused, below the directory of dumps, else of kernels."""
 
+_LONG = 10
+"""Digits of a number that no machine has so many cores as."""
 _LOG_LEVELS = {"off": None, "info": logging.INFO, "debug": logging.DEBUG}
 _to_nowhere = logging.NullHandler()  # keeps `logging` from its handler of last resort
 _to_stderr = logging.StreamHandler()
@@ -100,15 +103,27 @@ def override(variable: EnvVar, value: object) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return the directory of compiled kernels (not created here)."""
+    """Return the directory of compiled kernels (not created here).
+
+    Raises
+    ------
+    EnvError
+        If there can be no such directory.
+    """
     given = CACHE_DIR.read()
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("tvm-attn"))
+    return _directory(CACHE_DIR, given) if given else Path(platformdirs.user_cache_dir("tvm-attn"))
 
 
 def dump_dir() -> Path | None:
-    """Return the directory that builds dump into, None when they do not (not created here)."""
+    """Return the directory that builds dump into, None when they do not (not created here).
+
+    Raises
+    ------
+    EnvError
+        If there can be no such directory.
+    """
     given = DUMP.read()
-    return Path(given).expanduser() if given else None
+    return _directory(DUMP, given) if given else None
 
 
 def cuda_program(name: str) -> Path | None:
@@ -145,7 +160,9 @@ def log_level() -> int | None:
 
 
 def num_threads() -> int:
-    """Return the number of CPU threads to plan for and to run on.
+    """Return the number of CPU threads to plan for and to run on: at most this machine's cores.
+
+    With more of them, TVM's pool would take minutes to end.
 
     Raises
     ------
@@ -157,16 +174,15 @@ def num_threads() -> int:
         if given:
             return _thread_count(name, given)
     openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if openmp.isdecimal() and int(openmp) > 0:
-        return int(openmp)
-    return len(os.sched_getaffinity(0))
+    asked = _up_to_cores(openmp) if openmp.isdecimal() else 0
+    return asked or len(os.sched_getaffinity(0))
 
 
 def setup_threads() -> int:
     """Fix the size of TVM's CPU thread pool, which reads ``TVM_NUM_THREADS`` when it starts.
 
     Call this before TVM's runtime library is loaded. A ``TVM_NUM_THREADS`` that is already set
-    stays, unless ``TVM_ATTN_NUM_THREADS`` says otherwise.
+    stays, unless ``TVM_ATTN_NUM_THREADS`` says otherwise, or there are fewer cores.
 
     Returns
     -------
@@ -201,7 +217,35 @@ def logger(name: str = "") -> logging.Logger:
     return root.getChild(name) if name else root
 
 
+def _directory(variable: EnvVar, given: str) -> Path:
+    """Return a directory that is there, or can be made as far as its name goes."""
+    reason: object
+    try:
+        path = Path(given).expanduser()
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+        reason = "Not a directory"
+    except FileNotFoundError:
+        dangling = [str(p) for p in (path, *path.parents) if p.is_symlink() and not p.exists()]
+        if not dangling:
+            return path
+        reason = f"{dangling[-1]} is a link to nothing"
+    except (OSError, RuntimeError) as error:
+        reason = error
+    raise EnvError(
+        f"{variable.name}={given!r} cannot be written ({reason}); name a directory that can be"
+    )
+
+
 def _thread_count(name: str, given: str) -> int:
-    if not given.isdecimal() or int(given) < 1:
+    threads = _up_to_cores(given) if given.isdecimal() else 0
+    if threads < 1:
         raise EnvError(f"{name}={given!r} is not a number of threads; use an integer of at least 1")
-    return int(given)
+    return threads
+
+
+def _up_to_cores(digits: str) -> int:
+    """Return a number, or that of cores if it is larger; Python reads no number of any size."""
+    cores = os.cpu_count() or 1
+    digits = digits.lstrip("0")
+    return min(int(digits or 0), cores) if len(digits) < _LONG else cores

@@ -94,7 +94,10 @@ def build(
         If the target or the schedule is unknown.
     CompileError
         If a hook cannot be traced, or a compiler is missing or refuses.
+    EnvError
+        If an environment variable has a value that cannot be used.
     """
+    env.log_level()  # raises, also if nothing is built and logged
     _check_types(spec, variant)
     built_for = parse_target(target)
     _backend(built_for, schedule)
