@@ -142,8 +142,7 @@ class Inspector:
         """
         block = memory.pool.take()
         try:
-            rest = block.orders.get((False, memory.has_device_plans))
-            rest = rest or self._orders(block, num_ctas, memory, page_size, 0)
+            rest = self._orders(block, num_ctas, memory, page_size, 0)
             self._plan_short(*arrays, self._none, self._none, *rest)
         except Exception:
             block.give_back()

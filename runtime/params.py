@@ -115,7 +115,8 @@ def _scalar(param: Param, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise DTypeError(f"{param.name}={value!r} must be a number")
     if not param.dtype.startswith("int"):
-        return _float32(param, value)
+        number = float32(param.name, value)
+        return number if param.largest is None else min(number, param.largest)
     if value != value or value in (np.inf, -np.inf) or int(value) != value:
         raise DTypeError(f"{param.name}={value!r} must be an integer")
     if param.narrows:
@@ -126,14 +127,15 @@ def _scalar(param: Param, value: Any) -> int | float:
     return int(value)
 
 
-def _float32(param: Param, value: Any) -> float:
+def float32(name: str, value: Any) -> float:
+    """Return a number as a float, or raise `VariantError` if it does not fit float32."""
     try:
         number = float(value)
     except OverflowError as error:
-        raise VariantError(f"{param.name} does not fit {param.dtype}") from error
+        raise VariantError(f"{name} does not fit float32") from error
     if LARGEST < abs(number) < np.inf:
-        raise VariantError(f"{param.name}={value!r} does not fit {param.dtype}")
-    return number if param.largest is None else min(number, param.largest)
+        raise VariantError(f"{name}={number} does not fit float32")
+    return number
 
 
 def _narrower(param: Param, value: Any, planned: int) -> int | float:

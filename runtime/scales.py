@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tvm_attn.bsr import check_strided
 from tvm_attn.errors import DTypeError, ShapeError, VariantError
 from tvm_attn.runtime.device import check_device
-from tvm_attn.runtime.params import LARGEST
+from tvm_attn.runtime.params import float32
 from tvm_attn.runtime.placement import Placement, is_capturing
 
 KEPT = 256
@@ -88,11 +87,8 @@ def number(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bool):
             raise TypeError
-        found = float(value)
-    except OverflowError as error:
-        raise VariantError(f"{name} does not fit float32") from error
+        return float32(name, value)
+    except VariantError:
+        raise
     except (TypeError, ValueError) as error:
         raise DTypeError(f"{name}={value!r} must be a number") from error
-    if LARGEST < abs(found) < math.inf:
-        raise VariantError(f"{name}={found} does not fit float32")
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from tvm_attn.schedules.primitives.shapes import MERGED_ROWS, TASK_WORDS, WORD_BYTES
 from tvm_attn.spec import AttentionSpec
@@ -203,6 +203,11 @@ def comes_in_boxes(spec: AttentionSpec) -> bool:
     return WARPGROUP_ROWS % spec.group_size == 0
 
 
+def widest(spec: AttentionSpec) -> int:
+    """Return the larger one of the head dims."""
+    return max(spec.head_dim_qk, spec.dim_vo)
+
+
 def box_of(block: int, page_size: int | None) -> int:
     """Return how many keys of a block are copied at a time."""
     box = gcd(block, page_size or block)
@@ -217,17 +222,14 @@ def tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     spec : AttentionSpec
         Head dims and page size decide.
     """
-    widest = max(spec.head_dim_qk, spec.dim_vo)
-    holds = widest <= WIDEST_HELD
+    holds = widest(spec) <= WIDEST_HELD
     tiles = _narrow(spec) + [
-        HopperTile(
+        _tile(
+            spec,
             block=block,
             stages=2,
-            box=box_of(block, spec.page_size),
-            page=spec.page_size or 0,
             holds_queries=holds,
             slots=1,
-            feeders=_feeders(spec, box_of(block, spec.page_size)),
             split=_split(spec, block),
         )
         for block in (BLOCKS if holds else WIDE_BLOCKS)
@@ -242,18 +244,15 @@ def short_tiles_to_try(spec: AttentionSpec) -> list[HopperTile]:
     """
     row = (padded(spec.head_dim_qk) + padded(spec.dim_vo)) * ELEMENT_BYTES
     block = min(STAGE_BYTES // row // BOX_UNIT * BOX_UNIT, BLOCKS[0])
-    if max(spec.head_dim_qk, spec.dim_vo) > WIDEST_HELD:
+    if widest(spec) > WIDEST_HELD:
         return []
-    box = box_of(block, spec.page_size)
     return [
-        HopperTile(
+        _tile(
+            spec,
             block=block,
             stages=3,
-            box=box,
-            page=spec.page_size or 0,
             holds_queries=True,
             slots=1,
-            feeders=_feeders(spec, box),
             split=_split(spec, block),
             multipliers=1,
             copying=MOST_REGISTERS // 2,
@@ -281,18 +280,15 @@ def _narrow(spec: AttentionSpec) -> list[HopperTile]:
     as large as registers allow, then stages as many as there is room for. What merging takes of
     the registers decides whether some spill: above 64 columns there are never enough for all rows.
     """
-    widest = max(spec.head_dim_qk, spec.dim_vo)
-    if widest > WIDEST_NARROW:
+    if widest(spec) > WIDEST_NARROW:
         return []
     tiles = (
-        HopperTile(
+        _tile(
+            spec,
             block=block,
             stages=stages,
-            box=box_of(block, spec.page_size),
-            page=spec.page_size or 0,
             holds_queries=False,
             slots=2,
-            feeders=_feeders(spec, box_of(block, spec.page_size)),
             split=block // 16,
             multipliers=3,
             copying=32,
@@ -303,7 +299,14 @@ def _narrow(spec: AttentionSpec) -> list[HopperTile]:
     )
     tile = next(tile for tile in tiles if has_room(tile, spec))
     fewer = replace(tile, rows_at_once=MERGED_ROWS // 2)
-    return [tile, fewer] if widest <= COLUMN_GROUP else [fewer]
+    return [tile, fewer] if widest(spec) <= COLUMN_GROUP else [fewer]
+
+
+def _tile(spec: AttentionSpec, *, block: int, **rest: Any) -> HopperTile:
+    """Return a tile whose blocks are copied as the pages of a spec have it."""
+    box = box_of(block, spec.page_size)
+    page, feeders = spec.page_size or 0, _feeders(spec, box)
+    return HopperTile(block=block, box=box, page=page, feeders=feeders, **rest)
 
 
 def _feeders(spec: AttentionSpec, box: int) -> int:

@@ -93,6 +93,12 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the GPU away from a machine that has one."""
+    monkeypatch.setattr("tvm_attn.runtime.cuda.has_gpu", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def machine() -> Machine:
     """What tests that can run anywhere run on; ``tests/gpu`` overrides it."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.device_planning import serial
 from tests.test_fixed_plans import DECODING, LIMITS, MIXED, batch_of, cache, captured
-from tests.test_runtime_cuda import SPEC, for_gpu, no_gpu, runs
+from tests.test_runtime_cuda import SPEC, for_gpu, runs
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import ArtifactError, LimitError, PlanError
 from tvm_attn.runtime import planner
@@ -18,7 +18,9 @@ from tvm_attn.runtime.device_plan import DevicePlan
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.workspace import PlanLimits
 
-__all__ = ["cache", "no_gpu", "runs"]
+__all__ = ["cache", "runs"]
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 class Launcher:

@@ -11,7 +11,7 @@ import torch
 
 from tests.accuracy import assert_accurate
 from tests.batches import Batch
-from tests.test_runtime_cuda import SPEC, for_gpu, no_gpu, runs
+from tests.test_runtime_cuda import SPEC, for_gpu, runs
 from tvm_attn import reference
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError
@@ -20,7 +20,9 @@ from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.runtime.plan import Family, Plan
 from tvm_attn.runtime.workspace import PlanLimits
 
-__all__ = ["no_gpu", "runs"]
+__all__ = ["runs"]
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 PAGES = 900
 LIMITS = PlanLimits(max_batch=5, max_qo_tokens=5, max_kv_tokens=4 * PAGES)

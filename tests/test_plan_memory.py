@@ -39,9 +39,7 @@ class Upload:
         return self.is_made
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "has_gpu", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from tests.batches import random_batch
-from tests.test_runtime_cuda import SPEC, for_gpu
+from tests.test_runtime_cuda import SPEC, for_gpu, plans_taken
 from tvm_attn.bsr import BSR
 from tvm_attn.errors import LimitError, PlanError, ShapeError
-from tvm_attn.runtime import cuda, placement
+from tvm_attn.runtime import placement
 from tvm_attn.runtime.buffers import Block
-from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.workspace import PlanLimits
 
@@ -30,24 +29,13 @@ SHORT = [
 OTHER = [([0, 0], [0, 0]), ([1, 40], [100, 200]), ([0, 0], [7, 9])]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "has_gpu", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture
 def renewed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans that took the short way."""
-    plans: list[Plan] = []
-    plan_again = Inspector.plan_again
-
-    def record(inspector: Inspector, plan: Plan, *arguments: Any) -> bool:
-        done = plan_again(inspector, plan, *arguments)
-        plans.extend([plan] * done)
-        return done
-
-    monkeypatch.setattr(Inspector, "plan_again", record)
-    return plans
+    return plans_taken(monkeypatch, "plan_again")
 
 
 def formats(lens: list[Any]) -> list[BSR]:

@@ -28,9 +28,11 @@ from tvm_attn.runtime.buffers import ALIGNMENT
 from tvm_attn.runtime.cuda import CudaMachine, check_capability
 from tvm_attn.runtime.device import ROW_BYTES, check_rows
 from tvm_attn.runtime.formats import to_host
+from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.library import Library
 from tvm_attn.runtime.module import MULTIPROCESSORS, AttentionModule
 from tvm_attn.runtime.placement import Placement
+from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.staging import Copies
 from tvm_attn.runtime.workspace import PlanLimits
 from tvm_attn.spec import AttentionSpec
@@ -41,10 +43,22 @@ LENS = ([1, 7, 0, 40, 3, 1], [200, 30, 5, 90, 0, 3000])
 NAMES = ("full", "window", "alibi", "custom_mask")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the GPU away from a machine that has one."""
-    monkeypatch.setattr(cuda, "has_gpu", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+
+def plans_taken(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Plan]:
+    """Return where a method of the inspector notes its plans, but those that it refuses."""
+    plans: list[Plan] = []
+    take = getattr(Inspector, method)
+
+    def record(inspector: Inspector, plan: Plan, *arguments: Any) -> Any:
+        taken = take(inspector, plan, *arguments)
+        if taken is not False:
+            plans.append(plan)
+        return taken
+
+    monkeypatch.setattr(Inspector, method, record)
+    return plans
 
 
 def for_gpu(

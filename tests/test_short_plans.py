@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tests.batches import random_batch
-from tests.test_runtime_cuda import SPEC, for_gpu
+from tests.test_runtime_cuda import SPEC, for_gpu, plans_taken
 from tvm_attn.errors import LimitError, PlanError
-from tvm_attn.runtime import cuda
-from tvm_attn.runtime.inspector import Inspector
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.runtime.shelf import Shelf
 from tvm_attn.runtime.workspace import PlanLimits
@@ -19,23 +15,13 @@ from tvm_attn.runtime.workspace import PlanLimits
 LIMITS = PlanLimits(6, 60, 4000)
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "has_gpu", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture
 def dealt(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans whose families were dealt one after another."""
-    plans: list[Plan] = []
-    deal = Inspector._deal_all
-
-    def record(inspector: Inspector, plan: Plan, *arguments: Any) -> None:
-        plans.append(plan)
-        deal(inspector, plan, *arguments)
-
-    monkeypatch.setattr(Inspector, "_deal_all", record)
-    return plans
+    return plans_taken(monkeypatch, "_deal_all")
 
 
 @pytest.mark.parametrize("name", ["full", "window"])

@@ -139,7 +139,6 @@ def peers(row: Row) -> dict[str, Work]:
     q, k, v = (
         random(batch, tokens, *each).transpose(1, 2) for each in zip(heads, dims, strict=True)
     )
-    wide = tuple(x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
     attend = partial(scaled_dot_product_attention, is_causal=row.variant != "full")
 
     def call(backend: SDPBackend, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -148,7 +147,8 @@ def peers(row: Row) -> dict[str, Work]:
 
     works: dict[str, Work] = {}
     for name, backend in TORCH.items():
-        for kv in ((k, v), wide):  # a backend may have no grouped queries, or no such dims
+        for repeats in (1, heads[0] // heads[1]):  # some have no grouped queries, or no such dims
+            kv = tuple(x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
             with suppress(RuntimeError):
                 call(backend, *kv)
                 works[name] = partial(call, backend, *kv)
