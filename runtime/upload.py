@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 DRIVER = "libcuda.so.1"
+RELAXED = 2
+"""The mode of a thread in which what it asks does not end a capture, its own or another's."""
+NOT_READY = 600
 
 
 class Driver(NamedTuple):
@@ -23,6 +26,8 @@ class Driver(NamedTuple):
 
     copy: Callable[..., int]
     record: Callable[..., int]
+    query: Callable[..., int]
+    exchange_mode: Callable[..., int]
 
 
 @functools.cache
@@ -30,7 +35,12 @@ def driver() -> Driver | None:
     """Return the driver, which torch has loaded where there is a GPU; None if it is not found."""
     try:
         library = ctypes.CDLL(DRIVER)
-        return Driver(library.cuMemcpyHtoDAsync_v2, library.cuEventRecord)
+        return Driver(
+            library.cuMemcpyHtoDAsync_v2,
+            library.cuEventRecord,
+            library.cuEventQuery,
+            library.cuThreadExchangeStreamCaptureMode,
+        )
     except (OSError, AttributeError):
         return None
 
@@ -76,8 +86,18 @@ class Upload:
             self._event.record(self.stream)
 
     def is_over(self) -> bool:
-        """Whether the last copy has been made."""
-        return bool(self._event.query())
+        """Whether the last copy has been made; while a graph is captured as well.
+
+        This is asked whenever a plan is collected, and torch's question would end the capture.
+        """
+        library = self._driver
+        if library is None:
+            return bool(self._event.query())
+        mode = ctypes.c_int(RELAXED)
+        library.exchange_mode(ctypes.byref(mode))
+        answer = library.query(self._mark[0])
+        library.exchange_mode(ctypes.byref(mode))
+        return answer != NOT_READY
 
     def __del__(self) -> None:
         """Keep the memory while it is read."""

@@ -24,15 +24,16 @@ BLOCKS, WIDE_BLOCKS = (128, 112, 96), (128, 112, 96, 80, 64)
 ROOM, NARROW_ROOM = 188, 128
 """Registers of a lane of two or three multiplying warpgroups for outputs, scores and weights, where
 queries are not held."""
-TASKS = 8
-"""Work items there is room for: one whose outputs are being stored to one that is four ahead."""
+AHEAD, BEHIND = 3, 2
+"""Work items that are read beyond the one whose first block is to be copied, and those before the
+one whose keys were used last of which outputs may not be stored yet."""
 REGISTERS, REGISTER_STEP, MOST_REGISTERS = 65536, 8, 240
 """Registers of a multiprocessor, steps in which threads have them, and as many as they may need."""
 STAGE_BYTES = 2**15
 """Bytes of a stage where memory is the limit, three of which keep it busy."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA can have."""
-BARRIER_BYTES = 256
+BARRIER_BYTES = 8
 ELEMENT_BYTES = 2
 BOX_UNIT = 16
 """Keys that a box has a multiple of: boxes of 8, which there could be, are slower than rows."""
@@ -142,8 +143,18 @@ class HopperTile:
 
     @property
     def tasks(self) -> int:
-        """Work items that shared memory holds."""
-        return TASKS
+        """Work items that shared memory holds, a power of two.
+
+        The first block of an item is copied once keys of the one `stages` blocks before it were
+        used, and an item may have a single block.
+        """
+        alive = AHEAD + self.stages + BEHIND + 1
+        return 1 << (alive - 1).bit_length()
+
+    @property
+    def barriers(self) -> int:
+        """Barriers that there is room for: of the rings, the slots and the work items."""
+        return 4 * self.stages + 4 * self.multipliers + 2 + self.tasks
 
     @property
     def begins_early(self) -> bool:
@@ -195,7 +206,8 @@ class HopperTile:
         elements = self.rows * (self.slots * slot + outputs) + self.stages * self.block * (
             dim_qk + dim_vo
         )
-        return elements * ELEMENT_BYTES + BARRIER_BYTES + (TASKS * TASK_WORDS + 1) * WORD_BYTES
+        words = self.tasks * TASK_WORDS + 1
+        return elements * ELEMENT_BYTES + self.barriers * BARRIER_BYTES + words * WORD_BYTES
 
 
 def comes_in_boxes(spec: AttentionSpec) -> bool:

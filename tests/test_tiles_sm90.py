@@ -83,6 +83,18 @@ def test_all_that_is_tried_fits_a_multiprocessor(dims: tuple[int, int]) -> None:
         assert left <= (tile.multipliers + 1) * tile.beginning
 
 
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (96, 96), (128, 128), (256, 256)])
+def test_items_that_are_read_spare_those_at_work(dims: tuple[int, int]) -> None:
+    """Three are read beyond the one to be copied, and two may not be stored whose keys were used.
+
+    If each has one block, as many are between as there are stages.
+    """
+    wanted = spec(head_dim_qk=dims[0], head_dim_vo=dims[1])
+    for tile in tiles_to_try(wanted) + short_tiles_to_try(wanted):
+        assert tile.tasks >= 3 + tile.stages + 2 + 1
+        assert tile.tasks & (tile.tasks - 1) == 0
+
+
 @pytest.mark.parametrize(
     ("dims", "multipliers", "block", "stages", "merged"),
     [

@@ -12,7 +12,7 @@ import torch
 
 from tvm_attn.runtime import upload
 from tvm_attn.runtime.buffers import Layout, Pool
-from tvm_attn.runtime.upload import Driver, Upload, let_go
+from tvm_attn.runtime.upload import NOT_READY, RELAXED, Driver, Upload, let_go
 
 STREAM = SimpleNamespace(cuda_stream=7)
 WORDS = 50
@@ -38,9 +38,11 @@ class Gpu:
     """A driver that copies at once, and says that it has done so later."""
 
     fails = False
+    mode = 0
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.modes: list[int] = []
 
     def copy(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         self.calls.append(f"copy {size.value} on {stream.value}")
@@ -52,11 +54,21 @@ class Gpu:
         self.calls.append(f"record {event.value} on {stream.value}")
         return 0
 
+    def query(self, event: Any) -> int:
+        assert event.value == MADE
+        self.modes.append(self.mode)
+        return 0 if Event.is_over else NOT_READY
+
+    def exchange_mode(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
-    monkeypatch.setattr(upload, "driver", lambda: Driver(made.copy, made.record))
+    functions = Driver(made.copy, made.record, made.query, made.exchange_mode)
+    monkeypatch.setattr(upload, "driver", lambda: functions)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "is_over", False)
     monkeypatch.setattr(Event, "records", 0)
@@ -96,6 +108,18 @@ def test_torch_copies_where_the_driver_does_not(
     made.start(20)
     assert torch.equal(target[:20], source[:20]) and not target[20:].any()
     assert Event.records == 2 and not any("record" in call for call in gpu.calls)
+
+
+def test_nobody_s_capture_ends_when_it_is_asked_whether_a_copy_is_over(
+    gpu: Gpu, memory: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    made = Upload(*memory, STREAM)
+    made.start(20)
+    assert not made.is_over()
+    Event.is_over = True
+    assert made.is_over()
+    assert gpu.modes == [RELAXED] * 2
+    assert gpu.mode == Gpu.mode, "of everything else"
 
 
 def test_a_block_that_is_read_goes_to_no_other_plan(gpu: Gpu) -> None:

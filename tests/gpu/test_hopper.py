@@ -102,6 +102,18 @@ def test_random_batches(machine: Machine, row: Row) -> None:
             )
 
 
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_queues_of_pieces_of_one_block(machine: Machine, row: Row) -> None:
+    """Items that are read ahead of time spare those whose rows are still being stored."""
+    spec = spec_of(row)
+    module = build(row, "sm90", str(gpu().target))
+    batch = random_batch(spec, [200, 3, 70, 0, 20], [400, 900, 500, 30, 640], seed=0)
+    for num_ctas in (1, 2, 5):
+        made = module.with_ctas(num_ctas)
+        for plan in ({"fixed_split_size": 64}, {}):
+            check(row["variant"], batch.to(machine.device), module=made, plan=plan)
+
+
 @pytest.mark.parametrize("scale", [1.0, 20.0, 200.0])
 def test_scores_that_outgrow_their_reference(machine: Machine, scale: float) -> None:
     row = ROWS[0]

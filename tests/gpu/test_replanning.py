@@ -114,6 +114,29 @@ def test_a_graph_sees_it_and_cannot_capture_it(
     assert len(renewed) == len(batches)
 
 
+def test_plans_are_collected_while_a_graph_is_captured(
+    module: AttentionModule, batches: list[Batch]
+) -> None:
+    [state, *_] = expected(module, batches)
+    out, lse = (torch.full_like(x, torch.nan) for x in state)
+    plan = module.plan(*arrays(batches[0].fmt), limits=LIMITS)
+    others = [module.plan(*arrays(batch.fmt), limits=LIMITS) for batch in batches]
+    others += [module.plan(batch.fmt) for batch in batches]
+    torch.cuda.synchronize()
+
+    def captured() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            others.clear()
+            gc.collect()
+        run(module, plan, batches[0], out=out, lse=lse)
+
+    graph = in_graph(captured)
+    assert not others
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_same_bits((out, lse), state)
+
+
 def test_memory_is_kept_while_it_is_read(module: AttentionModule, batches: list[Batch]) -> None:
     plan = module.plan(*arrays(batches[0].fmt), limits=LIMITS)
     there = plan.placement.there
