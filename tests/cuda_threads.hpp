@@ -1,74 +1,19 @@
 // What a CUDA kernel of integers needs, on an x86-64 host: its threads are fibers that take turns,
 // each up to a barrier or a shuffle, in an order that can be chosen.
-#include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <vector>
-
-using std::max;
-using std::min;
-#define __global__
-#define __device__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __restrict__
-#define uint unsigned int
-#define uchar unsigned char
-
-struct Dim { int x; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct ushort4 { unsigned short x, y, z, w; };
-static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-static int __clz(int x) { return x ? __builtin_clz(x) : 32; }
-
-static Dim threadIdx, blockIdx;
-alignas(128) static uchar shared_memory[232448];
+#include "fibers.hpp"
 
 enum State { READY, AT_BARRIER, IN_WARP, WAITING, DONE };
 enum Order { FORWARD, BACKWARD, SHUFFLED };
-static const int STACK = 1 << 16, WARP = 32;
-static void (*kernel)();
-static void *scheduler, *places[THREADS];
-static char *stacks[THREADS];
+static const int STACK = 1 << 16;
 static State states[THREADS];
 static int64_t slots[THREADS];
-static int current;
-
-extern "C" void switch_fiber(void **from, void *to);
-asm(R"(
-.text
-switch_fiber:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
 
 static void wait_as(State state) {
-  int self = current;
-  states[self] = state;
-  switch_fiber(&places[self], scheduler);
+  states[current] = state;
+  leave_thread();
 }
 
-static void live() {
-  kernel();
-  wait_as(DONE);
-}
+static void end_thread() { wait_as(DONE); }
 
 static void __syncthreads() { wait_as(AT_BARRIER); }
 static void __threadfence() {}
@@ -115,7 +60,6 @@ static uint __match_any_sync(uint, int value) {
   return lanes;
 }
 static void __syncwarp() { wait_as(IN_WARP); }
-static int __popc(uint word) { return __builtin_popcount(word); }
 static int __reduce_max_sync(uint, int x) { return reduce(x, [](int a, int b) { return max(a, b); }); }
 static int __reduce_min_sync(uint, int x) { return reduce(x, [](int a, int b) { return min(a, b); }); }
 static int __reduce_add_sync(uint, int x) { return reduce(x, [](int a, int b) { return a + b; }); }
@@ -146,23 +90,11 @@ static bool all_are(State state, int begin, int end) {
   return std::all_of(states + begin, states + end, [=](State s) { return s == state; });
 }
 
-static void begin_fibers() {
-  memset(shared_memory, 0xA5, sizeof shared_memory);
-  for (int t = 0; t < THREADS; t++) {
-    if (!stacks[t]) stacks[t] = (char *)aligned_alloc(64, STACK);
-    void **top = (void **)(stacks[t] + STACK - 64);
-    memset(top - 6, 0, 48);
-    top[0] = (void *)live;
-    top[1] = nullptr;
-    places[t] = top - 6;
-    states[t] = READY;
-  }
-}
-
 // Run a CTA. Returns false if threads wait for others that never come.
 static bool run_cta(int block, Order order, std::mt19937 &random) {
   blockIdx.x = block;
-  begin_fibers();
+  begin_threads(STACK);
+  std::fill(states, states + THREADS, READY);
   std::vector<int> turns(THREADS);
   for (int t = 0; t < THREADS; t++) turns[t] = order == BACKWARD ? THREADS - 1 - t : t;
   while (!all_are(DONE, 0, THREADS)) {
@@ -170,8 +102,7 @@ static bool run_cta(int block, Order order, std::mt19937 &random) {
     if (order == SHUFFLED) std::shuffle(turns.begin(), turns.end(), random);
     for (int t : turns) {
       if (states[t] != READY) continue;
-      threadIdx.x = current = t;
-      switch_fiber(&scheduler, places[t]);
+      enter_thread(t);
       moved = true;
     }
     if (all_are(AT_BARRIER, 0, THREADS)) {

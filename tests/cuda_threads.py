@@ -12,33 +12,40 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 
 HEADER = Path(__file__).with_suffix(".hpp")
-Arguments = Mapping[str, torch.Tensor | int]
+SHARED = re.compile(r"extern __shared__ .* (\w+)\[\];")
+NUMBERS = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
+Arguments = Mapping[str, Any]
 
 ENTRY = """
-extern "C" int run(int blocks, int order, int seed, void **arrays, int *numbers) {{
+extern "C" int run(int blocks, int order, int seed, void **given) {
   std::mt19937 random(seed);
   std::vector<int> ctas(blocks);
   for (int i = 0; i < blocks; i++) ctas[i] = i;
   if (order == BACKWARD) std::reverse(ctas.begin(), ctas.end());
   if (order == SHUFFLED) std::shuffle(ctas.begin(), ctas.end(), random);
-  {assignments}
+  take(given);
   kernel = call;
   size_t begun = 0;
-  run_others = [&] {{
+  run_others = [&] {
     size_t first = begun;
     while (begun < ctas.size())
       if (!run_cta(ctas[begun++], (Order)order, random)) return false;
     return begun > first;
-  }};
+  };
   return !run_others();
-}}
+}
 """
 
 
@@ -55,8 +62,67 @@ def is_possible() -> bool:
     return platform.machine() == "x86_64" and shutil.which("g++") is not None
 
 
+class HostLibrary:
+    """A kernel that is compiled for the host, with what calls it.
+
+    Parameters
+    ----------
+    body : str
+        The kernel's function, after others that it calls.
+    name : str
+        Its symbol.
+    before, after : sequence of str
+        C++ before and after it. What is after it has two functions: ``take`` takes the addresses of
+        arguments in the kernel's order, ``call`` calls the kernel with them.
+    folder : Path
+        For files.
+
+    Attributes
+    ----------
+    parameters : dict of str to str
+        Types of parameters by name; names of arrays end in ``_ptr``.
+    functions : CDLL
+        What is there to be called.
+    """
+
+    def __init__(
+        self, body: str, name: str, before: Sequence[str], after: Sequence[str], folder: Path
+    ):
+        body = SHARED.sub(r"uchar* \1 = shared_memory;", body)
+        [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
+        both = [parameter.rsplit(maxsplit=1) for parameter in signature.split(",")]
+        self.parameters = {name: re.sub(r"\b(const|__\w+__)\b", "", of).strip() for of, name in both}
+        own = [f"static {of} own_{p};" for p, of in self.parameters.items()]
+        takes = (f"own_{p} = *({of}*)*given++;" for p, of in self.parameters.items())
+        call = ", ".join(f"own_{p}" for p in self.parameters)
+        own.append(f"static void take(void **given) {{ {' '.join(takes)} }}")
+        own.append(f"static void call() {{ {name}({call}); }}")
+        path = folder / "kernel.cpp"
+        path.write_text("\n".join([*before, body, *own, *after]))
+        options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
+        library = path.with_suffix(".so")
+        command = ["g++", *options.split(), "-fno-stack-protector", "-o", library, path]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert not done.returncode, done.stderr[:4000]
+        self.functions = ctypes.CDLL(str(library))
+
+    def given(self, arguments: Arguments) -> ctypes.Array[ctypes.c_void_p]:
+        """Return the addresses of arguments, which are by parameter."""
+        values = [_value(of, arguments[name]) for name, of in self.parameters.items()]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        addresses.values = values  # type: ignore[attr-defined]
+        return addresses
+
+
+def _value(of: str, given: Any) -> Any:
+    """Return an argument as an object of its type."""
+    if isinstance(given, torch.Tensor):
+        return ctypes.c_void_p(given.data_ptr())
+    return given if isinstance(given, ctypes.Structure) else NUMBERS[of](given)
+
+
 class HostKernel:
-    """A kernel that is compiled for the host.
+    """A kernel of integers that is compiled for the host.
 
     Parameters
     ----------
@@ -78,35 +144,12 @@ class HostKernel:
     def __init__(self, source: str, name: str, threads: int, folder: Path):
         functions = source[source.index("#define ushort unsigned short") :]
         body = functions[functions.index("#endif") + len("#endif") :]
-        body = re.sub(r"extern __shared__ .* (\w+)\[\];", r"uchar* \1 = shared_memory;", body)
-        [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
-        self.parameters = [parameter.split()[-1] for parameter in signature.split(",")]
-        is_array = {parameter: "*" in s for parameter, s in self._zip(signature)}
-        kinds = {True: ("int*", "(int*)*arrays++"), False: ("int", "*numbers++")}
-        lines = [f"static {kinds[is_array[p]][0]} own_{p};" for p in self.parameters]
-        call = ", ".join(f"own_{p}" for p in self.parameters)
-        sets = " ".join(f"own_{p} = {kinds[is_array[p]][1]};" for p in self.parameters)
-        text = [f"#define THREADS {threads}", f'#include "{HEADER}"', body, *lines]
-        text += [f"static void call() {{ {name}({call}); }}", ENTRY.format(assignments=sets)]
-        path = folder / "kernel.cpp"
-        path.write_text("\n".join(text))
-        options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
-        library = path.with_suffix(".so")
-        command = ["g++", *options.split(), "-fno-stack-protector", "-o", library, path]
-        subprocess.run(command, check=True, capture_output=True)
-        self._run: Callable[..., int] = ctypes.CDLL(str(library)).run
-
-    def _zip(self, signature: str) -> list[tuple[str, str]]:
-        return list(zip(self.parameters, signature.split(","), strict=True))
+        before = (f"#define THREADS {threads}", f'#include "{HEADER}"')
+        self._library = HostLibrary(body, name, before, (ENTRY,), folder)
+        self.parameters = list(self._library.parameters)
 
     def launch(self, blocks: int, order: Order, seed: int, arguments: Arguments) -> None:
         """Run all CTAs of a launch; `arguments` are by parameter."""
-        given = [arguments[parameter] for parameter in self.parameters]
-        arrays = [a.data_ptr() for a in given if isinstance(a, torch.Tensor)]
-        numbers = [a for a in given if isinstance(a, int)]
-        stuck = self._run(
-            *(blocks, int(order), seed),
-            (ctypes.c_void_p * len(arrays))(*arrays),
-            (ctypes.c_int * len(numbers))(*numbers),
-        )
+        given = self._library.given(arguments)
+        stuck = self._library.functions.run(blocks, int(order), seed, given)
         assert not stuck, "threads wait for others that never come"

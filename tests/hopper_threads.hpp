@@ -1,0 +1,354 @@
+// A CTA of Hopper's on an x86-64 host: warps, their barriers, and who may go on, of those who can.
+//
+// Threads are fibers. One goes on until it waits, or has told others something: an arrival at a
+// barrier, a copy that has begun. Who is next is decided by priorities, and by chance among equals;
+// copies that are under way are one more to choose from. So a warp that has the lowest priority
+// moves, a step at a time, only when nothing else can.
+#include "fibers.hpp"
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdarg>
+#include <deque>
+#include <sys/time.h>
+
+static const int WARPS = THREADS / WARP, COPIER = WARPS, AGENTS = WARPS + 1, NAMED = 16;
+static const size_t STACK = 1 << 18;
+static const uint ALL_LANES = 0xffffffff;
+
+enum State { READY, IN_WARP, AT_MBARRIER, AT_NAMED, AT_COPIES, AT_STORES, DONE };
+
+struct Thread {
+  State state;
+  uint word, parity;     // of an mbarrier
+  uint64_t generation;   // of a named barrier
+  uint64_t begun, done;  // copies, and arrivals that wait for them
+  std::vector<uint64_t> groups;
+  uint64_t awaited;
+  int stores;            // begun and not yet done
+};
+struct Warp {
+  int met;
+  const char *meeting;
+  uint64_t meetings, generation;
+  int64_t words[2][WARP];
+};
+struct Named {
+  int threads, arrived;
+  uint64_t generation;
+};
+// An mbarrier's 8 bytes in shared memory.
+struct Mbarrier {
+  uint count : 15, pending : 15, phase : 1, is_there : 1;
+  int bytes;
+};
+
+static Thread threads[THREADS];
+static Warp warps[WARPS];
+static Named named[NAMED];
+static std::mt19937 chance;
+static char *report;
+static size_t report_bytes;
+static bool is_stopped;
+static sigjmp_buf stopped;
+
+static bool happens(int per_mille) { return (int)(chance() % 1000) < per_mille; }
+
+static void say(const char *format, ...) {
+  size_t used = strlen(report);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(report + used, report_bytes - used, format, values);
+  va_end(values);
+}
+
+// Give up: the CTA has done what none may do.
+#define REFUSE(...)                                            \
+  do {                                                         \
+    say("block %d, thread %d: ", blockIdx.x, current);         \
+    say(__VA_ARGS__);                                          \
+    is_stopped = true;                                         \
+    siglongjmp(stopped, 1);                                    \
+  } while (0)
+#define EXPECT(holds, ...) \
+  if (!(holds)) REFUSE(__VA_ARGS__)
+
+static void wait_as(State state) {
+  threads[current].state = state;
+  leave_thread();
+}
+static void let_others_go() { wait_as(READY); }
+static void end_thread() { wait_as(DONE); }
+
+static uint shared_address(const void *pointer) { return (uchar *)pointer - shared_memory; }
+static uchar *shared_pointer(uint address, uint bytes) {
+  EXPECT(address + bytes <= SHARED_BYTES, "shared memory ends before %u", address + bytes);
+  EXPECT(address % bytes == 0 || bytes > 16, "%u is no multiple of %u", address, bytes);
+  return shared_memory + address;
+}
+
+// Meet the other lanes of the warp; the last one that comes does something for all.
+template <class F> static uint64_t meet(const char *name, F action) {
+  Warp &warp = warps[current / WARP];
+  uint64_t meeting = warp.meetings;
+  if (!warp.met) warp.meeting = name;
+  EXPECT(!strcmp(warp.meeting, name), "%s meets %s in a warp", name, warp.meeting);
+  if (++warp.met < WARP) {
+    wait_as(IN_WARP);
+    return meeting;
+  }
+  warp.met = 0;
+  warp.meetings++;
+  action();
+  Thread *lanes = threads + current / WARP * WARP;
+  for (int i = 0; i < WARP; i++) lanes[i].state = READY;
+  return meeting;
+}
+static void meet(const char *name) {
+  meet(name, [] {});
+}
+
+static void __syncwarp() { meet("__syncwarp"); }
+// What all lanes of a warp give. Nobody writes there again before all of them have read it.
+template <class T> static int64_t *exchange(const char *name, T value) {
+  Warp &warp = warps[current / WARP];
+  int64_t *words = warp.words[warp.meetings % 2];
+  words[current % WARP] = 0;
+  memcpy(words + current % WARP, &value, sizeof value);
+  meet(name);
+  return words;
+}
+template <class T> static T of_lane(const char *name, T value, int lane) {
+  int64_t *words = exchange(name, value);
+  memcpy(&value, words + lane, sizeof value);
+  return value;
+}
+template <class T> static T __shfl_sync(uint, T value, int lane, int) {
+  return of_lane("__shfl_sync", value, lane % WARP);
+}
+template <class T> static T __shfl_xor_sync(uint, T value, int bits, int) {
+  return of_lane("__shfl_xor_sync", value, current % WARP ^ bits);
+}
+template <class T> static T __shfl_up_sync(uint, T value, int lanes, int) {
+  int lane = current % WARP;
+  return of_lane("__shfl_up_sync", value, lane >= lanes ? lane - lanes : lane);
+}
+template <class T> static T __shfl_down_sync(uint, T value, int lanes, int) {
+  int lane = current % WARP;
+  return of_lane("__shfl_down_sync", value, lane + lanes < WARP ? lane + lanes : lane);
+}
+static uint __ballot_sync(uint, int holds) {
+  int64_t *words = exchange("__ballot_sync", holds);
+  uint lanes = 0;
+  for (int i = 0; i < WARP; i++) lanes |= (uint)((int)words[i] != 0) << i;
+  return lanes;
+}
+static int __any_sync(uint lanes, int holds) { return __ballot_sync(lanes, holds) != 0; }
+static int is_elected() {
+  meet("elect.sync");
+  return current % WARP == 0;
+}
+
+static void set_registers(int) { meet("setmaxnreg"); }
+static void __nanosleep(int) { let_others_go(); }
+template <class T> static T add_to_global(T *word, T value) {
+  T before = *word;
+  *word += value;
+  let_others_go();
+  return before;
+}
+
+// Named barriers: a warp arrives as a whole.
+static void arrive_at_named(int place, int count) {
+  Named &barrier = named[place];
+  if (!barrier.arrived) barrier.threads = count;
+  EXPECT(barrier.threads == count, "barrier %d is of %d threads, not %d", place, barrier.threads,
+         count);
+  warps[current / WARP].generation = barrier.generation;
+  barrier.arrived += WARP;
+  EXPECT(barrier.arrived <= count, "too many threads arrive at barrier %d", place);
+  if (barrier.arrived == count) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  }
+}
+static void bar_arrive(int place, int count) {
+  meet("bar.arrive", [=] { arrive_at_named(place, count); });
+  let_others_go();
+}
+static void bar_sync(int place, int count) {
+  meet("bar.sync", [=] { arrive_at_named(place, count); });
+  Thread &thread = threads[current];
+  thread.word = place;
+  thread.generation = warps[current / WARP].generation;
+  wait_as(AT_NAMED);
+}
+static void __syncthreads() { bar_sync(0, THREADS); }
+
+// Barriers in shared memory, phase by phase.
+static Mbarrier &mbarrier(uint address) {
+  Mbarrier &barrier = *(Mbarrier *)shared_pointer(address, 8);
+  EXPECT(barrier.is_there && barrier.count && barrier.pending <= barrier.count,
+         "there is no barrier at %u", address);
+  return barrier;
+}
+static void begin_mbarrier(uint address, uint count) {
+  *(Mbarrier *)shared_pointer(address, 8) = {count, count, 0, 1, 0};
+}
+static void complete(Mbarrier &barrier) {
+  if (barrier.pending || barrier.bytes) return;
+  barrier.pending = barrier.count;
+  barrier.phase ^= 1;
+}
+static void arrive_at(uint address, int bytes, uint arrivals = 1) {
+  Mbarrier &barrier = mbarrier(address);
+  EXPECT(barrier.pending >= arrivals, "too many arrive at the barrier at %u", address);
+  barrier.bytes += bytes;
+  barrier.pending -= arrivals;
+  complete(barrier);
+}
+static void bytes_came(uint address, int bytes) {
+  Mbarrier &barrier = mbarrier(address);
+  barrier.bytes -= bytes;
+  complete(barrier);
+}
+static void mbarrier_arrive(uint address, uint arrivals) {
+  arrive_at(address, 0, arrivals);
+  let_others_go();
+}
+static void mbarrier_expect(uint address, uint bytes) {
+  arrive_at(address, bytes);
+  let_others_go();
+}
+static void mbarrier_wait(void *pointer, int parity) {
+  Thread &thread = threads[current];
+  thread.word = shared_address(pointer);
+  thread.parity = parity;
+  mbarrier(thread.word);
+  wait_as(AT_MBARRIER);
+  let_others_go();
+}
+
+#include "hopper_copies.hpp"
+#include "hopper_products.hpp"
+
+static bool can_go_on(const Thread &thread) {
+  switch (thread.state) {
+  case READY: return true;
+  case AT_MBARRIER: return mbarrier(thread.word).phase != thread.parity;
+  case AT_NAMED: return named[thread.word].generation != thread.generation;
+  case AT_COPIES: return thread.done >= thread.awaited;
+  case AT_STORES: return thread.stores == 0;
+  default: return false;
+  }
+}
+static bool can_act(int agent) {
+  if (agent == COPIER) return are_copies_under_way();
+  for (int i = 0; i < WARP; i++)
+    if (can_go_on(threads[agent * WARP + i])) return true;
+  return false;
+}
+// Let each lane of a warp that can go on do so, or let something be copied.
+static void act(int agent) {
+  if (agent == COPIER) return copy_something();
+  uint turned = chance() % 3 == 0 ? chance() % WARP : chance() % 2 * (WARP - 1);
+  for (uint i = 0; i < WARP; i++) {
+    int t = agent * WARP + (i ^ turned);
+    if (can_go_on(threads[t])) enter_thread(t);
+  }
+}
+
+static bool is_same(const Thread &a, const Thread &b) {
+  bool differs = a.state == AT_MBARRIER || a.state == AT_NAMED;
+  return a.state == b.state && (!differs || (a.word == b.word && a.parity == b.parity));
+}
+static void describe(int warp) {
+  const Thread *lanes = threads + warp * WARP;
+  for (int i = 0; i < WARP; i++) {
+    int first = i;
+    while (i + 1 < WARP && is_same(lanes[first], lanes[i + 1])) i++;
+    if (lanes[first].state == DONE) continue;
+    say("\n  warp %d, lanes %d to %d: ", warp, first, i);
+    if (lanes[first].state == IN_WARP) say("the other lanes, in %s", warps[warp].meeting);
+    if (lanes[first].state == AT_NAMED) {
+      Named &barrier = named[lanes[first].word];
+      say("barrier %u, where %d of %d are", lanes[first].word, barrier.arrived, barrier.threads);
+    }
+    if (lanes[first].state == AT_MBARRIER) {
+      Mbarrier &barrier = mbarrier(lanes[first].word);
+      say("phase of parity %u of the mbarrier at word %u, which is in one of parity %u, lacks %u "
+          "of %u arrivals and %d bytes", lanes[first].parity, lanes[first].word / 8, barrier.phase,
+          barrier.pending, barrier.count, barrier.bytes);
+    }
+    if (lanes[first].state == AT_COPIES) say("copies");
+  }
+}
+static void describe_all(int block) {
+  say("block %d: all wait:", block);
+  for (int i = 0; i < WARPS; i++) describe(i);
+}
+
+// Choose among those of the highest priority that can act; nobody can if it is negative.
+static int choose(const int *priorities) {
+  int best = -1, equals = 0;
+  for (int i = 0; i < AGENTS; i++) {
+    if (best >= 0 && priorities[i] < priorities[best]) continue;
+    if (!can_act(i)) continue;
+    equals = best >= 0 && priorities[i] == priorities[best] ? equals + 1 : 1;
+    if (chance() % equals == 0) best = i;
+  }
+  return best;
+}
+
+// Run a CTA. `change` is how often, of a thousand times, somebody's priority becomes another.
+static bool run_cta(int block, std::vector<int> priorities, int change) {
+  blockIdx.x = block;
+  begin_threads(STACK);
+  std::fill(threads, threads + THREADS, Thread());
+  std::fill(warps, warps + WARPS, Warp());
+  std::fill(named, named + NAMED, Named());
+  forget_copies();
+  forget_products();
+  int agent;
+  while ((agent = choose(priorities.data())) >= 0) {
+    act(agent);
+    if (happens(change)) priorities[chance() % AGENTS] = chance() % AGENTS;
+  }
+  bool is_done = std::all_of(threads, threads + THREADS, [](auto &t) { return t.state == DONE; });
+  if (!is_done) describe_all(block);
+  return is_done;
+}
+
+static void stop(int signal) {
+  say("block %d, thread %d: %s", blockIdx.x, current, strsignal(signal));
+  siglongjmp(stopped, 1);
+}
+
+// Run CTAs one after another. Returns whether all come to an end; else the report says why not.
+static bool run_ctas(int blocks, uint seed, const int *priorities, int change, int seconds) {
+  static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
+  static uchar room[1 << 16];
+  stack_t other = {room, 0, sizeof room}, before;
+  struct sigaction action = {}, actions[4];
+  itimerval limit = {{0, 0}, {seconds, 0}}, none = {};
+  chance.seed(seed);
+  action.sa_handler = stop;
+  action.sa_flags = SA_ONSTACK;
+  sigaltstack(&other, &before);
+  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &action, actions + i);
+  setitimer(ITIMER_VIRTUAL, &limit, nullptr);
+  volatile bool is_done = false;
+  if (!sigsetjmp(stopped, 1)) {
+    std::vector<int> ctas(blocks);
+    for (int i = 0; i < blocks; i++) ctas[i] = i;
+    std::shuffle(ctas.begin(), ctas.end(), chance);
+    bool are_done = true;
+    for (int i = 0; i < blocks && are_done; i++)
+      are_done = run_cta(ctas[i], std::vector<int>(priorities, priorities + AGENTS), change);
+    is_done = are_done;
+  }
+  setitimer(ITIMER_VIRTUAL, &none, nullptr);
+  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], actions + i, nullptr);
+  sigaltstack(&before, nullptr);
+  return is_done;
+}
