@@ -225,6 +225,8 @@ def attend(cta, group, given, arrivals, t0, end):
             wait_for_values(cta, group)
             begin_pv(cta, group)
             wait_for_pv(cta, group)
+            if cta.tile.shares_slots:
+                cta.shared.queries.wait(T.bitwise_xor(parity, 1), group.index)
             finish_item(cta, group, given, task, parity)
         merge_parts(cta, given, task, arrivals)
         t = t + 1

@@ -235,8 +235,19 @@ def replace_queries(cta, given, maps, index, t, barriers, parity):
 
 
 @T.inline
+def end_queries(cta, index):
+    """Say that no more queries will come."""
+    if T.Or(T.bool(not comes_in_boxes(cta.spec)), cta.lane.index == 0):
+        cta.shared.queries.arrive(index)
+
+
+@T.inline
 def take_turns(cta, given, maps, each, feed, t0, end):
-    """Serve slots that outputs share with their queries."""
+    """Serve slots that outputs share with their queries.
+
+    A warpgroup has the next queries, or knows that there are none, before it hands over outputs: so
+    it is never ahead by two phases of a barrier, the second of which would hide the first.
+    """
     shared, slot = T.meta_var((cta.shared, partial(slot_of, cta.tile)))
     parity: T.int32 = 1
     t: T.int32 = t0
@@ -245,6 +256,8 @@ def take_turns(cta, given, maps, each, feed, t0, end):
         if t + 1 < end:
             shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
             each(lambda i: begin_queries(cta, given, maps, i, slot(i, parity), t + 1))
+        else:
+            each(lambda i: end_queries(cta, i))
         feed_blocks(feed, given.batch, t, 1)
         if t + 1 < end:
             feed_last_block(feed, given.batch, t + 1)
