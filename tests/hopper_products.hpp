@@ -112,9 +112,10 @@ static void encode_descriptor(uint64_t *descriptor, void *to, int leading, int e
   *descriptor = (uint64_t)(shared_address(to) >> 4) | (uint64_t)leading << 16 |
                 (uint64_t)eight_rows << 32 | (uint64_t)1 << 62;
 }
-static uint16_t element(uint64_t descriptor, uint offset) {
+// 8 neighbouring elements.
+static const uint16_t *chunk(uint64_t descriptor, uint offset) {
   uint address = ((descriptor & 0x3fff) << 4) + offset;
-  return *(uint16_t *)shared_pointer(address ^ (address >> 7 & 7) << 4, 2);
+  return (const uint16_t *)shared_pointer(address ^ (address >> 7 & 7) << 4, 16);
 }
 static uint leading_bytes(uint64_t descriptor) { return (descriptor >> 16 & 0x3fff) << 4; }
 static uint eight_rows_bytes(uint64_t descriptor) { return (descriptor >> 32 & 0x3fff) << 4; }
@@ -129,13 +130,19 @@ multiply(const float (*left)[16], const float *right, float (*out)[256], int col
 // The right operand: element (k, n) is in row n if rows are multiplied, else in row k.
 static void read_right(const Product &product, float *right) {
   uint leading = leading_bytes(product.right), eight = eight_rows_bytes(product.right);
-  for (int k = 0; k < 16; k++)
-    for (int n = 0; n < product.columns; n++) {
-      uint by_row = n / 8 * eight + n % 8 * 128 + k * 2;
-      uint by_column = n / 64 * leading + k / 8 * eight + k % 8 * 128 + n % 64 * 2;
-      uint offset = product.rows_of_right ? by_row : by_column;
-      right[k * 256 + n] = to_float(element(product.right, offset), product.is_bfloat);
-    }
+  auto read = [&](uint offset, float *to, int step) {
+    const uint16_t *from = chunk(product.right, offset);
+    for (int i = 0; i < 8; i++) to[i * step] = to_float(from[i], product.is_bfloat);
+  };
+  if (product.rows_of_right) {
+    for (int n = 0; n < product.columns; n++)
+      for (int k = 0; k < 16; k += 8)
+        read(n / 8 * eight + n % 8 * 128 + k * 2, right + k * 256 + n, 256);
+  } else {
+    for (int k = 0; k < 16; k++)
+      for (int n = 0; n < product.columns; n += 8)
+        read(n / 64 * leading + k / 8 * eight + k % 8 * 128 + n % 64 * 2, right + k * 256 + n, 1);
+  }
 }
 static void read_left(const Product &product, int warp, float (*left)[16]) {
   for (int row = 0; row < 16; row++)
@@ -145,7 +152,7 @@ static void read_left(const Product &product, int warp, float (*left)[16]) {
       if (product.left_is_shared) {
         int place = warp % 4 * 16 + row;
         uint eight = eight_rows_bytes(product.left);
-        bits = element(product.left, place / 8 * eight + place % 8 * 128 + k * 2);
+        bits = chunk(product.left, place / 8 * eight + place % 8 * 128 + k / 8 * 16)[k % 8];
       }
       left[row][k] = to_float(bits, product.is_bfloat);
     }

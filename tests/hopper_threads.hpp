@@ -242,10 +242,15 @@ static bool can_go_on(const Thread &thread) {
   default: return false;
   }
 }
+static bool is_same(const Thread &a, const Thread &b) {
+  return a.state == b.state && (a.state == IN_WARP || a.state == DONE ||
+                                (a.state == AT_MBARRIER && a.word == b.word && a.parity == b.parity));
+}
 static bool can_act(int agent) {
   if (agent == COPIER) return are_copies_under_way();
+  const Thread *lanes = threads + agent * WARP;
   for (int i = 0; i < WARP; i++)
-    if (can_go_on(threads[agent * WARP + i])) return true;
+    if ((!i || !is_same(lanes[i], lanes[i - 1])) && can_go_on(lanes[i])) return true;
   return false;
 }
 // Let each lane of a warp that can go on do so, or let something be copied.
@@ -258,10 +263,6 @@ static void act(int agent) {
   }
 }
 
-static bool is_same(const Thread &a, const Thread &b) {
-  bool differs = a.state == AT_MBARRIER || a.state == AT_NAMED;
-  return a.state == b.state && (!differs || (a.word == b.word && a.parity == b.parity));
-}
 static void describe(int warp) {
   const Thread *lanes = threads + warp * WARP;
   for (int i = 0; i < WARP; i++) {
