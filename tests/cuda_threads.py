@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -97,7 +98,7 @@ class HostLibrary:
         call = ", ".join(f"own_{p}" for p in self.parameters)
         own.append(f"static void take(void **given) {{ {' '.join(takes)} }}")
         own.append(f"static void call() {{ {name}({call}); }}")
-        path = folder / "kernel.cpp"
+        path = Path(tempfile.mkdtemp(dir=folder)) / "kernel.cpp"
         path.write_text("\n".join([*before, body, *own, *after]))
         options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
         library = path.with_suffix(".so")

@@ -101,8 +101,10 @@ static void copy_box(const Box &box) {
       uchar *shared = shared_pointer(address ^ (address >> 7 & 7) << 4, 16);
       count = is_inside ? 2 * std::clamp<int64_t>(count, 0, 8) : 0;
       if (box.is_store) {
+        expect_visible(shared - shared_memory, box.owner, box.owner + 1);
         memcpy(place + column * 2, shared, count);
       } else {
+        written[(shared - shared_memory) / 16] = 0;
         memset(shared, 0, 16);
         memcpy(shared, place + column * 2, count);
       }
@@ -128,6 +130,7 @@ static void finish_copies(int place) {
       continue;
     }
     uchar *to = shared_memory + copy.to;
+    note_written(copy.to, copy.bytes, t);
     memset(to, 0, copy.bytes);
     if (copy.given) memcpy(to, copy.from, copy.given);
     if (!all && chance() % 8 == 0) break;

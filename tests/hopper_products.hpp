@@ -30,6 +30,7 @@ struct Product {
 struct Products {
   std::deque<Product> open, begun;
   std::deque<size_t> groups;
+  bool are_ordered;
 };
 
 static Products products[WARPS];
@@ -92,6 +93,7 @@ template <class T> static void store_words(const void *to, std::initializer_list
 }
 static void store_shared(uint to, std::initializer_list<uint> words) {
   memcpy(shared_pointer(to, 4 * words.size()), words.begin(), 4 * words.size());
+  note_written(to, 4 * words.size(), current);
 }
 
 // Matrices of 8 rows: lane i has the address of row i % 8 of matrix i / 8, and a word of each.
@@ -104,8 +106,11 @@ static void load_matrices(std::initializer_list<uint *> words, uint address) {
 static void store_matrices(uint address, std::initializer_list<uint> words) {
   int64_t *rows = exchange("stmatrix", address);
   int matrix = 0, lane = current % WARP;
-  for (uint word : words)
-    memcpy(shared_pointer(rows[matrix++ * 8 + lane / 4], 16) + lane % 4 * 4, &word, 4);
+  for (uint word : words) {
+    uint row = rows[matrix++ * 8 + lane / 4];
+    memcpy(shared_pointer(row, 16) + lane % 4 * 4, &word, 4);
+    note_written(row, 16, current);
+  }
 }
 
 static void encode_descriptor(uint64_t *descriptor, void *to, int leading, int eight_rows, int) {
@@ -113,9 +118,11 @@ static void encode_descriptor(uint64_t *descriptor, void *to, int leading, int e
                 (uint64_t)eight_rows << 32 | (uint64_t)1 << 62;
 }
 // 8 neighbouring elements.
-static const uint16_t *chunk(uint64_t descriptor, uint offset) {
+static const uint16_t *chunk(uint64_t descriptor, uint offset, int warp) {
   uint address = ((descriptor & 0x3fff) << 4) + offset;
-  return (const uint16_t *)shared_pointer(address ^ (address >> 7 & 7) << 4, 16);
+  address ^= (address >> 7 & 7) << 4;
+  expect_visible(address, warp * WARP, (warp + 1) * WARP);
+  return (const uint16_t *)shared_pointer(address, 16);
 }
 static uint leading_bytes(uint64_t descriptor) { return (descriptor >> 16 & 0x3fff) << 4; }
 static uint eight_rows_bytes(uint64_t descriptor) { return (descriptor >> 32 & 0x3fff) << 4; }
@@ -128,10 +135,10 @@ multiply(const float (*left)[16], const float *right, float (*out)[256], int col
 }
 
 // The right operand: element (k, n) is in row n if rows are multiplied, else in row k.
-static void read_right(const Product &product, float *right) {
+static void read_right(const Product &product, int warp, float *right) {
   uint leading = leading_bytes(product.right), eight = eight_rows_bytes(product.right);
   auto read = [&](uint offset, float *to, int step) {
-    const uint16_t *from = chunk(product.right, offset);
+    const uint16_t *from = chunk(product.right, offset, warp);
     for (int i = 0; i < 8; i++) to[i * step] = to_float(from[i], product.is_bfloat);
   };
   if (product.rows_of_right) {
@@ -152,7 +159,7 @@ static void read_left(const Product &product, int warp, float (*left)[16]) {
       if (product.left_is_shared) {
         int place = warp % 4 * 16 + row;
         uint eight = eight_rows_bytes(product.left);
-        bits = chunk(product.left, place / 8 * eight + place % 8 * 128 + k / 8 * 16)[k % 8];
+        bits = chunk(product.left, place / 8 * eight + place % 8 * 128 + k / 8 * 16, warp)[k % 8];
       }
       left[row][k] = to_float(bits, product.is_bfloat);
     }
@@ -160,7 +167,7 @@ static void read_left(const Product &product, int warp, float (*left)[16]) {
 static void compute(const Product &product, int warp) {
   static float right[16 * 256], left[16][16], out[16][256];
   read_left(product, warp, left);
-  read_right(product, right);
+  read_right(product, warp, right);
   auto place = [&](int row, int n) {
     return product.out[row % 8 * 4 + n % 8 / 2] + n / 8 * 4 + row / 8 * 2 + n % 2;
   };
@@ -197,6 +204,8 @@ static void close_products() {
   int warp = current / WARP;
   meet("wgmma.commit_group", [=] {
     Products &all = products[warp];
+    EXPECT(all.are_ordered, "products begin without a fence");
+    all.are_ordered = false;
     for (Product &product : all.open) {
       EXPECT(product.lane_count == WARP, "a product of %d lanes", product.lane_count);
       all.begun.push_back(product);
@@ -211,7 +220,10 @@ static void wait_for_products(size_t pending) {
   int warp = current / WARP;
   meet("wgmma.wait_group", [=] { finish_products(warp, pending); });
 }
-static void order_products() { meet("wgmma.fence"); }
+static void order_products() {
+  int warp = current / WARP;
+  meet("wgmma.fence", [=] { products[warp].are_ordered = true; });
+}
 
 static void forget_products() {
   if (!halves[1]) make_halves();

@@ -59,12 +59,13 @@ class HopperCase:
         """Plan a batch."""
         spec, tile = self.spec, self.tile
         family = Family(tile.family, tile.rows, tile.granule, tile.overhead, schedule="sm90")
+        other = Family("decode", 1, tile.granule, tile.overhead)
         inspector = Inspector(
             plan_short(MASK, spec.is_paged),
-            *(plan_batch(spec.is_paged), plan_work(MASK), [family]),
+            *(plan_batch(spec.is_paged), plan_work(MASK), [other, family]),
             *(spec.group_size, spec.num_kv_heads, RowBytes.of(spec)),
         )
-        plan = inspector.plan(None, batch.fmt, None, split, [num_ctas])
+        plan = inspector.plan(None, batch.fmt, None, split, [1, num_ctas])
         [listed] = plan.work
         arrays = dict(zip(BATCH, plan.batch, strict=True))
         return Work(self, batch, listed, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()})

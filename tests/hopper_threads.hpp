@@ -80,6 +80,27 @@ static void wait_as(State state) {
 static void let_others_go() { wait_as(READY); }
 static void end_thread() { wait_as(DONE); }
 
+// Who wrote 16 bytes of shared memory last, by instructions, and when; and when threads made what
+// they wrote, or know of, visible to what reads asynchronously.
+static uint64_t now, written[SHARED_BYTES / 16 + 1], published[THREADS];
+static uint16_t writers[SHARED_BYTES / 16 + 1];
+
+static void note_written(uint address, uint bytes, int thread) {
+  for (uint i = address / 16; i <= (address + bytes - 1) / 16; i++) {
+    written[i] = ++now;
+    writers[i] = thread;
+  }
+}
+static void publish() { published[current] = ++now; }
+static void expect_visible(uint address, int first, int end) {
+  uint64_t when = written[address / 16];
+  if (!when) return;
+  bool known = std::all_of(published + first, published + end, [=](uint64_t t) { return t > when; });
+  EXPECT(known || published[writers[address / 16]] > when,
+         "what thread %d wrote at %u is read asynchronously before a fence",
+         writers[address / 16], address);
+}
+
 static uint shared_address(const void *pointer) { return (uchar *)pointer - shared_memory; }
 static uchar *shared_pointer(uint address, uint bytes) {
   EXPECT(address + bytes <= SHARED_BYTES, "shared memory ends before %u", address + bytes);
@@ -308,16 +329,20 @@ static bool run_cta(int block, std::vector<int> priorities, int change) {
   std::fill(threads, threads + THREADS, Thread());
   std::fill(warps, warps + WARPS, Warp());
   std::fill(named, named + NAMED, Named());
+  std::fill(written, std::end(written), 0);
   forget_copies();
   forget_products();
   int agent;
+  auto is_over = [] {
+    return std::all_of(threads, threads + THREADS, [](auto &t) { return t.state == DONE; });
+  };
   while ((agent = choose(priorities.data())) >= 0) {
+    EXPECT(agent != COPIER || !is_over(), "copies are under way, and there are no threads");
     act(agent);
     if (happens(change)) priorities[chance() % AGENTS] = chance() % AGENTS;
   }
-  bool is_done = std::all_of(threads, threads + THREADS, [](auto &t) { return t.state == DONE; });
-  if (!is_done) describe_all(block);
-  return is_done;
+  if (!is_over()) describe_all(block);
+  return is_over();
 }
 
 static void stop(int signal) {
