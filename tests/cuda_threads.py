@@ -92,7 +92,9 @@ class HostLibrary:
         body = SHARED.sub(r"uchar* \1 = shared_memory;", body)
         [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
         both = [parameter.rsplit(maxsplit=1) for parameter in signature.split(",")]
-        self.parameters = {name: re.sub(r"\b(const|__\w+__)\b", "", of).strip() for of, name in both}
+        self.parameters = {
+            name: re.sub(r"\b(const|__\w+__)\b", "", of).strip() for of, name in both
+        }
         own = [f"static {of} own_{p};" for p, of in self.parameters.items()]
         takes = (f"own_{p} = *({of}*)*given++;" for p, of in self.parameters.items())
         call = ", ".join(f"own_{p}" for p in self.parameters)

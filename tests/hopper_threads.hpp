@@ -4,6 +4,8 @@
 // barrier, a copy that has begun. Who is next is decided by priorities, and by chance among equals;
 // copies that are under way are one more to choose from. So a warp that has the lowest priority
 // moves, a step at a time, only when nothing else can.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 #include "fibers.hpp"
 
 #include <csetjmp>
@@ -37,6 +39,17 @@ struct Named {
   int threads, arrived;
   uint64_t generation;
 };
+// Numbers by chance.
+struct Chance {
+  using result_type = uint;
+  uint64_t word = 1;
+  static constexpr uint min() { return 0; }
+  static constexpr uint max() { return ~0u; }
+  uint operator()() {
+    word = word * 6364136223846793005u + 1442695040888963407u;
+    return word >> 32;
+  }
+};
 // An mbarrier's 8 bytes in shared memory.
 struct Mbarrier {
   uint count : 15, pending : 15, phase : 1, is_there : 1;
@@ -46,7 +59,7 @@ struct Mbarrier {
 static Thread threads[THREADS];
 static Warp warps[WARPS];
 static Named named[NAMED];
-static std::mt19937 chance;
+static Chance chance;
 static char *report;
 static size_t report_bytes;
 static bool is_stopped;
@@ -95,7 +108,8 @@ static void publish() { published[current] = ++now; }
 static void expect_visible(uint address, int first, int end) {
   uint64_t when = written[address / 16];
   if (!when) return;
-  bool known = std::all_of(published + first, published + end, [=](uint64_t t) { return t > when; });
+  auto later = [=](uint64_t time) { return time > when; };
+  bool known = std::all_of(published + first, published + end, later);
   EXPECT(known || published[writers[address / 16]] > when,
          "what thread %d wrote at %u is read asynchronously before a fence",
          writers[address / 16], address);
@@ -263,9 +277,12 @@ static bool can_go_on(const Thread &thread) {
   default: return false;
   }
 }
+// Whether two lanes that wait do so for the same.
 static bool is_same(const Thread &a, const Thread &b) {
-  return a.state == b.state && (a.state == IN_WARP || a.state == DONE ||
-                                (a.state == AT_MBARRIER && a.word == b.word && a.parity == b.parity));
+  if (a.state != b.state) return false;
+  if (a.state == AT_MBARRIER) return a.word == b.word && a.parity == b.parity;
+  if (a.state == AT_NAMED) return a.word == b.word && a.generation == b.generation;
+  return a.state == IN_WARP || a.state == DONE;
 }
 static bool can_act(int agent) {
   if (agent == COPIER) return are_copies_under_way();
@@ -357,7 +374,7 @@ static bool run_ctas(int blocks, uint seed, const int *priorities, int change, i
   stack_t other = {room, 0, sizeof room}, before;
   struct sigaction action = {}, actions[4];
   itimerval limit = {{0, 0}, {seconds, 0}}, none = {};
-  chance.seed(seed);
+  chance = Chance{seed + 1};
   action.sa_handler = stop;
   action.sa_flags = SA_ONSTACK;
   sigaltstack(&other, &before);
@@ -378,3 +395,4 @@ static bool run_ctas(int blocks, uint seed, const int *priorities, int change, i
   sigaltstack(&before, nullptr);
   return is_done;
 }
+#pragma GCC pop_options

@@ -155,6 +155,7 @@ class HopperKernel:
             f"#define THREADS {self.made.threads}",
             f"#define SHARED_BYTES {self.made.shared_bytes}",
             f'#include "{HEADER}"',
+            'extern "C" { int fault; }',
             *stand_ins(self.made.source),
         )
         name = "attention_kernel"
@@ -166,6 +167,10 @@ class HopperKernel:
     def warps(self) -> int:
         """Warps of a CTA; that is also the number of what copies."""
         return self.made.threads // WARP
+
+    def have(self, fault: int) -> None:
+        """Choose which fault it has, of those that its source has by number; 0 is none."""
+        ctypes.c_int.in_dll(self.library.functions, "fault").value = fault
 
     def launch(self, blocks: int, schedule: Schedule, arguments: Arguments) -> None:
         """Run all CTAs of a launch, one after the other; `arguments` are by parameter."""
@@ -186,9 +191,11 @@ class HopperKernel:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return how many bytes of memory a tensor is spread over."""
-    return sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ) * tensor.itemsize + tensor.itemsize
+    return (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        * tensor.itemsize
+        + tensor.itemsize
+    )
 
 
 def stand_ins(source: str) -> Iterator[str]:
