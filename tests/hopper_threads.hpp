@@ -291,13 +291,14 @@ static bool can_act(int agent) {
     if ((!i || !is_same(lanes[i], lanes[i - 1])) && can_go_on(lanes[i])) return true;
   return false;
 }
-// Let each lane of a warp that can go on do so, or let something be copied.
+// Let lanes of a warp go on that can, all or some, or let something be copied.
 static void act(int agent) {
   if (agent == COPIER) return copy_something();
   uint turned = chance() % 3 == 0 ? chance() % WARP : chance() % 2 * (WARP - 1);
+  uint chosen = chance() % 4 == 0 ? chance() : ALL_LANES;
   for (uint i = 0; i < WARP; i++) {
-    int t = agent * WARP + (i ^ turned);
-    if (can_go_on(threads[t])) enter_thread(t);
+    int lane = i ^ turned, t = agent * WARP + lane;
+    if (chosen >> lane & 1 && can_go_on(threads[t])) enter_thread(t);
   }
 }
 

@@ -70,11 +70,12 @@ PRODUCT = re.compile(r"wgmma_(b?)f16_(rs|ss)_mma_async_\w*_m64n(\d+)k16_f32_\w+?
 
 ENTRY = """
 extern "C" int run(int blocks, int seed, const int *priorities, int change, int seconds,
-                   char *text, size_t bytes, int spans, void **begins, int64_t *sizes,
+                   char *text, size_t bytes, int spans, uchar **begins, int64_t *sizes,
                    void **given) {
   report = text, report_bytes = bytes, text[0] = 0;
   arrays.clear();
-  for (int i = 0; i < spans; i++) arrays.push_back({(uchar*)begins[i], (uchar*)begins[i] + sizes[i]});
+  for (uchar **begin = begins; begin < begins + spans; begin++)
+    arrays.push_back({*begin, *begin + *sizes++});
   take(given);
   kernel = call;
   return run_ctas(blocks, seed, priorities, change, seconds);
