@@ -104,7 +104,7 @@ class HostLibrary:
         path.write_text("\n".join([*before, body, *own, *after]))
         options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
         library = path.with_suffix(".so")
-        command = ["g++", *options.split(), "-fno-stack-protector", "-o", library, path]
+        command = ["g++", *options.split(), "-fno-stack-protector", "-o", str(library), str(path)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         self.functions = ctypes.CDLL(str(library))

@@ -66,10 +66,10 @@ class HopperCase:
                 merges.append(unit)
                 slots.append(slot + pieces)
         queues = [items[c::num_ctas] for c in range(num_ctas)]
-        lists = ([item for queue in queues for item in queue], accumulate(map(len, queues)), merges)
-        dealt, ends, merged = map(list, lists)
-        arrays = (dealt, [0, *ends], merged, slots)
-        return Work(self, batch, dict(zip(WORK, map(as_ints, arrays), strict=True)))
+        dealt, ends = [item for queue in queues for item in queue], accumulate(map(len, queues))
+        arrays = (dealt, [0, *ends], merges, slots)
+        ints = [torch.tensor(array, dtype=torch.int32) for array in arrays]
+        return Work(self, batch, dict(zip(WORK, ints, strict=True)))
 
     def _units(self, batch: Batch) -> Iterator[tuple[tuple[int, int, int, int], int]]:
         """Yield request, head and rows of each unit, and how many keys its rows see."""
@@ -88,11 +88,6 @@ class HopperCase:
         return random_batch(self.spec, list(qo_lens), list(kv_lens), seed=seed)
 
 
-def as_ints(values: Sequence[Any]) -> torch.Tensor:
-    """Return an array of the planner's."""
-    return torch.tensor(values, dtype=torch.int32)
-
-
 @dataclass(frozen=True)
 class Work:
     """A batch, and its work list."""
@@ -109,6 +104,7 @@ class Work:
     def run(self, kernel: HopperKernel, schedule: Schedule) -> State:
         """Return out and lse."""
         out, lse = cases.poisoned_results(self.batch)
+        assert lse is not None
         kernel.launch(self.num_ctas, schedule, self._arguments(out, lse))
         return out, lse
 
@@ -161,14 +157,13 @@ class Work:
         """Return the maps of what is copied in boxes."""
         spec, tile, maps = self.case.spec, self.case.tile, {}
         if comes_in_boxes(spec):
-            box = (COLUMN_GROUP, spec.group_size, WARPGROUP_ROWS // spec.group_size)
-            maps.update({n: TensorMap.of(strided[n], (2, 1, 0), box) for n in ("q", "out")})
+            rows = (COLUMN_GROUP, spec.group_size, WARPGROUP_ROWS // spec.group_size)
+            maps.update({n: TensorMap.of(strided[n], (2, 1, 0), rows) for n in ("q", "out")})
         if not tile.gathers:
             slot, head = (2, 1) if spec.kv_layout == "HND" else (1, 2)
-            dims, box = (3, slot, head, 0), (COLUMN_GROUP, tile.box, 1, 1)
-            if not spec.is_paged:
-                dims, box = (3, 0, head), (COLUMN_GROUP, tile.box, 1)
-            maps.update({n: TensorMap.of(strided[n], dims, box) for n in ("k", "v")})
+            dims = (3, slot, head, 0) if spec.is_paged else (3, 0, head)
+            block = (COLUMN_GROUP, tile.box, 1, 1)[: len(dims)]
+            maps.update({n: TensorMap.of(strided[n], dims, block) for n in ("k", "v")})
         return {f"{name}_map": map for name, map in maps.items()}
 
     def _as_pages(self, cache: torch.Tensor) -> torch.Tensor:
