@@ -293,6 +293,8 @@ def check_tensor(
         raise ShapeError(f"{name} is a nested tensor; pass {name}.values(), and where rows begin")
     if tensor.dtype is not dtype:
         raise DTypeError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+    if tensor.is_neg():
+        raise ShapeError(f"{name} is a view of negated elements; pass {name}.resolve_neg()")
     given = tensor.shape
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
