@@ -37,9 +37,10 @@ def read_inline_functions() -> None:
     from tvm_attn.tir.hooks import Hooks
 
     spec, target = AttentionSpec(8, 2, 64, q_dtype="bfloat16"), parse_target("sm_90")
-    for schedule in (None, "sm80"):
-        for tile, *_ in families.query_tiles(spec, AttentionVariant(), target, schedule):
-            families.attention(spec, Hooks(AttentionVariant()), tile)
+    ranked = [families.query_tiles(spec, AttentionVariant(), target, s) for s in (None, "sm80")]
+    tiles = {first.schedule: first for each in ranked for first, *_ in each}
+    for tile in tiles.values():
+        families.attention(spec, Hooks(AttentionVariant()), tile)
 
 
 def generate_kernel(
