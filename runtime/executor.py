@@ -301,6 +301,11 @@ def check_tensor(
         raise ShapeError(f"{name} has shape {tuple(given)}, expected ({wanted})")
     if tensor.device != device:
         raise elsewhere(name, tensor, device)
+    if not _has_memory(tensor):
+        raise ShapeError(
+            f"{name} has no memory that a kernel could use: it is a {type(tensor).__name__} that "
+            "stands for others, as in torch.vmap or torch.func.grad, or for none"
+        )
     if tensor.is_contiguous():
         return
     if contiguous:
@@ -311,6 +316,13 @@ def check_tensor(
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"
         )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tvm_attn as ta
 from tvm_attn.errors import ArtifactError, PlanError, ShapeError, VariantError
@@ -89,6 +90,28 @@ def test_a_view_of_negated_elements_is_an_error(q: torch.Tensor, kv: Any) -> Non
         kernel.run(plan, negated, kv)
     with pytest.raises(ShapeError, match="out is"):
         kernel.run(plan, q, kv, out=negated)
+
+
+def test_tensors_without_memory_are_an_error(q: torch.Tensor, kv: Any) -> None:
+    kernel = ta.build(SPEC)
+    plan = kernel.plan(*TABLE)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.run(plan, x, kv)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with FakeTensorMode():
+        fake = torch.empty(3, 2, 16)
+    for attempt in (
+        lambda: run(fake),
+        lambda: run(q.to_mkldnn()),
+        lambda: torch.vmap(run)(q[None]),
+        lambda: torch.func.grad(lambda x: run(x).sum())(q),
+    ):
+        with pytest.raises(ShapeError, match=r"q (has no memory|is torch\._mkldnn)"):
+            attempt()
+    assert run(q[:3]).shape == q.shape
 
 
 def test_a_page_larger_than_any_is_an_error() -> None:
