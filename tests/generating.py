@@ -10,6 +10,7 @@ from tvm_attn import _compat
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
 from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.schedules.tiles_sm90 import HopperTile
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import BuildTarget, parse_target
 from tvm_attn.variant import AttentionVariant
@@ -44,7 +45,7 @@ def read_inline_functions() -> None:
 
 
 def generate_kernel(
-    spec: AttentionSpec, variant: AttentionVariant, tile: CudaTile, target: BuildTarget
+    spec: AttentionSpec, variant: AttentionVariant, tile: CudaTile | HopperTile, target: BuildTarget
 ) -> GeneratedKernel:
     """Generate attention with tensor cores, in a process of its own."""
     read_inline_functions()

@@ -103,7 +103,8 @@ def schedules(kernel: HopperKernel) -> Iterator[Schedule]:
 
 def short_queues(made: HopperCase) -> Work:
     """Return queues of few items, some of which have no keys."""
-    return made.work(made.draw([9, 2, 70, 3], [40, 1, 265, 30]), 3, made.tile.block)
+    two_tiles = made.tile.rows // made.spec.group_size + 2
+    return made.work(made.draw([9, 2, two_tiles, 3], [40, 1, 265, 30]), 3, made.tile.block)
 
 
 def long_queue(made: HopperCase) -> Work:
@@ -112,7 +113,7 @@ def long_queue(made: HopperCase) -> Work:
     Where a warpgroup is alone there are more than twice as many.
     """
     block, times = made.tile.block, 1 if made.tile.multipliers > 1 else 3
-    queries = [6, 1, 0, 20, 3, 9, 2, 4, 7] * times
+    queries = [6, 1, 0, 10, 3, 9, 2, 4, 7] * times
     keys = [block, 3, 5, 4 * block, 1, 0, 2 * block + 9, 50, 20] * times
     return made.work(made.draw(queries, keys, seed=1), 1, block)
 
