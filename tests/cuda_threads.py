@@ -77,6 +77,8 @@ class HostLibrary:
         arguments in the kernel's order, ``call`` calls the kernel with them.
     folder : Path
         For files.
+    options : sequence of str
+        More of them for the compiler.
 
     Attributes
     ----------
@@ -87,12 +89,20 @@ class HostLibrary:
     """
 
     def __init__(
-        self, body: str, name: str, before: Sequence[str], after: Sequence[str], folder: Path
+        self,
+        body: str,
+        name: str,
+        before: Sequence[str],
+        after: Sequence[str],
+        folder: Path,
+        options: Sequence[str] = (),
     ):
         body = SHARED.sub(r"uchar* \1 = shared_memory;", body)
         [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
         both = [parameter.rsplit(maxsplit=1) for parameter in signature.split(",")]
-        self.parameters = {name: re.sub(r"\b(const|__\w+__)\b", "", of).strip() for of, name in both}
+        self.parameters = {
+            name: re.sub(r"\b(const|__\w+__)\b", "", of).strip() for of, name in both
+        }
         own = [f"static {of} own_{p};" for p, of in self.parameters.items()]
         takes = (f"own_{p} = *({of}*)*given++;" for p, of in self.parameters.items())
         call = ", ".join(f"own_{p}" for p in self.parameters)
@@ -100,9 +110,9 @@ class HostLibrary:
         own.append(f"static void call() {{ {name}({call}); }}")
         path = Path(tempfile.mkdtemp(dir=folder)) / "kernel.cpp"
         path.write_text("\n".join([*before, body, *own, *after]))
-        options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
+        usual = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
         library = path.with_suffix(".so")
-        command = ["g++", *options.split(), "-fno-stack-protector", "-o", library, path]
+        command = ["g++", *usual.split(), "-fno-stack-protector", "-o", library, path, *options]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         self.functions = ctypes.CDLL(str(library))
