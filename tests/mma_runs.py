@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ from tvm_attn.runtime.short import RowBytes
 from tvm_attn.schedules.families import tiles_to_try
 from tvm_attn.schedules.tiles_cuda import CudaTile, Kind
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import parse_target
-
-TARGET = parse_target("cuda -arch=sm_80")
+from tvm_attn.target import BuildTarget, parse_target
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,18 @@ class MmaCase:
     spec: AttentionSpec
     family: Kind
     mask: str = "causal"
+    arch: str = "sm_80"
     place: int = 0
+
+    @property
+    def target(self) -> BuildTarget:
+        """The GPU."""
+        return parse_target(f"cuda -arch={self.arch}")
 
     @property
     def tile(self) -> CudaTile:
         """What a CTA is made of: the best tile, or one that is tried after it."""
-        return tiles_to_try(self.spec, TARGET, self.family, (False, False))[self.place]
+        return tiles_to_try(self.spec, self.target, self.family, (False, False))[self.place]
 
     @property
     def planned_mask(self) -> str:
@@ -54,7 +58,9 @@ class MmaCase:
         self, folder: Path, edit: Callable[[str], str] = lambda source: source
     ) -> MmaKernel:
         """Compile it for the host, with an edit of its source."""
-        made = generate_kernel(self.spec, cases.variant(self.mask, self.spec), self.tile, TARGET)
+        made = generate_kernel(
+            self.spec, cases.variant(self.mask, self.spec), self.tile, self.target
+        )
         return MmaKernel(
             GeneratedKernel(edit(made.source), made.threads, made.shared_bytes), folder
         )
@@ -91,7 +97,7 @@ class MmaWork:
     listed: WorkList
     arrays: dict[str, torch.Tensor]
 
-    @cached_property
+    @functools.cached_property
     def expected(self) -> tuple[State, State]:
         """Return out and lse in float64, and as torch computes them."""
         args = cases.arguments(self.case.mask, self.batch)
@@ -101,7 +107,7 @@ class MmaWork:
         )
         return exact, eager
 
-    @cached_property
+    @functools.cached_property
     def arguments(self) -> dict[str, Any]:
         """Return arguments by parameter, but for results; arrays stay from launch to launch."""
         spec, tile = self.case.spec, self.case.tile
@@ -123,7 +129,7 @@ class MmaWork:
         return {**empty, **given, **factors, **told, **self._bits()}
 
     def check(self, kernel: MmaKernel, schedule: Schedule, launches: int = 1) -> None:
-        """Run the batch, more than once on the same arrays, and hold results against the promise."""
+        """Run the batch on the same arrays again and again, and hold it against the promise."""
         for _ in range(launches):
             out, lse = cases.poisoned_results(self.batch)
             results = described({"out": out, "lse": lse})

@@ -56,6 +56,7 @@ SEEN static void store_global(const void *to, std::initializer_list<T> words, bo
 }
 SEEN static void load_near(std::initializer_list<uint *> words, uint from) {
   const uchar *place = shared_pointer(from, 4 * words.size());
+  expect_something(from, 4 * words.size(), HERE);
   touch_shared(from, 4 * words.size(), false, HERE);
   for (uint *word : words) memcpy(word, place, 4), place += 4;
 }
@@ -63,6 +64,10 @@ SEEN static void store_near(uint to, std::initializer_list<uint> words) {
   uchar *place = shared_pointer(to, 4 * words.size());
   touch_shared(to, 4 * words.size(), true, HERE);
   memcpy(place, words.begin(), 4 * words.size());
+}
+SEEN static void note_address(uint to, uint64_t row) {
+  touch_shared(to, 8, true, HERE);
+  memcpy(shared_pointer(to, 8), &row, 8);
 }
 SEEN static void load_watched_matrices(std::initializer_list<uint *> words, uint address,
                                        bool is_transposed) {
@@ -73,10 +78,12 @@ SEEN static void load_watched_matrices(std::initializer_list<uint *> words, uint
     if (is_transposed) {
       for (int i = 0; i < 2; i++) {
         uint at = rows[matrix * 8 + lane % 4 * 2 + i] + lane / 4 * 2;
+        expect_something(at, 2, HERE);
         touch_shared(at, 2, false, HERE);
         bits |= (uint) * (uint16_t *)shared_pointer(at, 2) << 16 * i;
       }
     } else {
+      expect_something(first, 4, HERE);
       touch_shared(first, 4, false, HERE);
       bits = *(uint *)shared_pointer(first, 4);
     }
@@ -144,6 +151,15 @@ UNSEEN static void widen_bytes(uint word, uint &low, uint &high, bool is_e5m2) {
   low = values[0] | (uint)values[1] << 16;
   high = values[2] | (uint)values[3] << 16;
 }
+
+struct __nv_fp8_e4m3 {
+  uchar bits;
+  UNSEEN operator float() const { return of_half((bits & 0x80) << 8 | (bits & 0x7f) << 7) * 256; }
+};
+struct __nv_fp8_e5m2 {
+  uchar bits;
+  UNSEEN operator float() const { return of_half(bits << 8); }
+};
 
 // A thread of a kernel; the first one of a CTA finds nothing known of it.
 static void (*watched_kernel)();

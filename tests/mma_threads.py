@@ -7,7 +7,6 @@ another one touches are found with no barrier between the two, whatever the sche
 
 from __future__ import annotations
 
-import ctypes
 import re
 import subprocess
 from dataclasses import dataclass
@@ -34,10 +33,10 @@ WATCHED = {
     r"st_relaxed_gpu_global_f32": "store_global({0}, {{ {rest} }}, true);",
     r"st_global_\w+|st_vec_global_v\d_\w+": "store_global({0}, {{ {rest} }});",
     r"st_vec_shared_v\d_\w+": "store_near({0}, {{ {rest} }});",
-    r"note_row": "if ({3}) store_near({0}, {{ {2} ? (uint){1} : 1, {2} ? (uint)({1} >> 32) : 0 }});",
+    r"note_row": "if ({3}) note_address({0}, {2} ? {1} : 1);",
     r"chunk_of_row": "return (char*){0} + (uint64_t){1} * 16 + {2};",
-    r"ldmatrix_sync_aligned_m8n8_x4_shared_b16": "load_watched_matrices({{ {references} }}, {last}, 0);",
-    r"ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16": "load_watched_matrices({{ {references} }}, {last}, 1);",
+    r"ldmatrix_\w+_x4_shared_b16": "load_watched_matrices({{ {references} }}, {last}, false);",
+    r"ldmatrix_\w+_x4_trans_shared_b16": "load_watched_matrices({{ {references} }}, {last}, true);",
     r"mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32": "multiply_fragments({product}, false);",
     r"mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32": "multiply_fragments({product}, true);",
     r"widen_e4m3": "widen_bytes({all}, false);",
@@ -61,7 +60,10 @@ extern "C" int run(int blocks, int seed, const int *priorities, int change, int 
                    void **given) {
   report = text, report_bytes = bytes, text[0] = 0;
   arrays.clear();
-  for (int i = 0; i < spans; i++) arrays.push_back({(uchar*)begins[i], (uchar*)begins[i] + sizes[i]});
+  for (int i = 0; i < spans; i++) {
+    const uchar *begin = (uchar*)begins[i];
+    arrays.push_back({begin, begin + sizes[i]});
+  }
   take(given);
   begin_races();
   watched_kernel = call;
@@ -107,9 +109,9 @@ class MmaKernel(HopperKernel):
         path = self.library.functions._name
         for address in re.findall(r"at (0x[0-9a-f]+)(?=[, \n]|$)", text):
             asked = subprocess.run(
-                ["addr2line", "-e", path, address], check=True, capture_output=True, text=True
+                ["addr2line", "-i", "-e", path, address], check=True, capture_output=True, text=True
             )
-            file, _, line = asked.stdout.split()[0].rpartition(":")
+            file, _, line = asked.stdout.splitlines()[-1].split()[0].rpartition(":")
             if line.isdigit() and int(line):
                 code = Path(file).read_text().splitlines()[int(line) - 1].strip()
                 text += f"\n  {address} is line {line}: {code[:300]}"

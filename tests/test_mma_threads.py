@@ -1,0 +1,85 @@
+"""Kernels with ``mma.sync`` on the host: warps in any order, copies as late as can be, no races."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_threads import is_possible
+from tests.hopper_threads import Schedule, StuckError
+from tests.mma_runs import MmaCase, MmaWork
+from tests.mma_threads import MmaKernel
+from tvm_attn.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason="threads are fibers of x86-64")
+
+DECODE = MmaCase(AttentionSpec(8, 2, 64, page_size=16), "decode")
+SHORT = MmaCase(AttentionSpec(8, 2, 64, page_size=16), "short")
+WARPS = 4
+SCHEDULES = [
+    *(Schedule(i, starved=frozenset([i])) for i in range(WARPS + 1)),
+    Schedule(change=100),
+]
+"""Each warp last, and what copies."""
+LEFT_OUT = [r"__syncwarp\(\);", r"\w+_wait_group_1\(\);"]
+"""Waiting for lanes, for copies."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mma")
+
+
+@pytest.fixture(scope="module")
+def decode(folder: Path) -> MmaKernel:
+    return DECODE.compile(folder)
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path) -> MmaKernel:
+    return SHORT.compile(folder)
+
+
+@cache
+def decoded() -> list[MmaWork]:
+    """Short items, some without keys, in one queue; a request in pieces, beside others."""
+    items = DECODE.draw([1, 0, 2, 1, 1, 1], [3, 30, 0, 17, 70, 1])
+    pieces = DECODE.draw([1, 2], [400, 66])
+    return [DECODE.work(items, 1, 64), DECODE.work(pieces, 2, 64)]
+
+
+@cache
+def attended() -> list[MmaWork]:
+    """The same of more rows."""
+    items = SHORT.draw([3, 0, 1, 17, 5], [3, 30, 1, 40, 70])
+    return [SHORT.work(items, 1, 64), SHORT.work(SHORT.draw([9], [300]), 2, 64)]
+
+
+@pytest.mark.parametrize("works", [decoded, attended])
+def test_no_order_of_warps_changes_anything(
+    works: Callable[[], list[MmaWork]], decode: MmaKernel, short: MmaKernel
+) -> None:
+    kernel = decode if works is decoded else short
+    assert kernel.warps == WARPS
+    for work in works():
+        for schedule in SCHEDULES:
+            work.check(kernel, schedule)
+
+
+def test_a_plan_can_be_run_again(decode: MmaKernel) -> None:
+    """Counters are 0 again, and whichever CTA comes last merges the parts."""
+    *_, pieces = decoded()
+    for seed in range(3):
+        pieces.check(decode, Schedule(seed), launches=2)
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_what_nobody_waits_for_is_found(left_out: str, folder: Path) -> None:
+    kernel = DECODE.compile(folder, lambda source: re.sub(left_out, "", source))
+    items, _ = decoded()
+    with pytest.raises(StuckError, match=r"may be (reading|writing)|not waited for"):
+        items.check(kernel, Schedule())
