@@ -17,7 +17,7 @@ from tests.accuracy import State, assert_states_accurate
 from tests.batches import Batch, random_batch
 from tests.device_planning import plan_batch, plan_short, plan_work
 from tests.generating import GeneratedKernel, generate_kernel
-from tests.hopper_runs import STRIDED, WORK
+from tests.hopper_runs import WORK
 from tests.hopper_threads import Schedule
 from tests.mma_threads import MmaKernel
 from tvm_attn.runtime.inspector import Inspector
