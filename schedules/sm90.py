@@ -248,7 +248,7 @@ def copy(cta, given, maps, t0, end):
         if warp == 1:
             values = T.meta_var(Feed.of_values(cta, given.v, maps.v, part))
             feed_items(values, given.batch, t0, end)
-        else:
+        elif T.Or(T.bool(cta.tile.multipliers > 1), warp == 2):
             serve_slots(cta, given, maps, warp - 2, t0, end, None)
     elif warp == 1:
         keys = T.meta_var(Feed.of_keys(cta, given.k, maps.k, part))

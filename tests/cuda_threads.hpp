@@ -2,6 +2,9 @@
 // each up to a barrier or a shuffle, in an order that can be chosen.
 #include "fibers.hpp"
 
+#include <functional>
+#include <random>
+
 enum State { READY, AT_BARRIER, IN_WARP, WAITING, DONE };
 enum Order { FORWARD, BACKWARD, SHUFFLED };
 static const int STACK = 1 << 16;

@@ -112,7 +112,8 @@ class HostLibrary:
         path.write_text("\n".join([*before, body, *own, *after]))
         usual = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
         library = path.with_suffix(".so")
-        command = ["g++", *usual.split(), "-fno-stack-protector", "-o", library, path, *options]
+        files = ("-o", str(library), str(path))
+        command = ["g++", *usual.split(), "-fno-stack-protector", *files, *options]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         self.functions = ctypes.CDLL(str(library))

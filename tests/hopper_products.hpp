@@ -127,7 +127,7 @@ static const uint16_t *chunk(uint64_t descriptor, uint offset, int warp) {
 static uint leading_bytes(uint64_t descriptor) { return (descriptor >> 16 & 0x3fff) << 4; }
 static uint eight_rows_bytes(uint64_t descriptor) { return (descriptor >> 32 & 0x3fff) << 4; }
 
-__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) static void
+__attribute__((target_clones("avx2", "default"), optimize("O3"))) static void
 multiply(const float (*left)[16], const float *right, float (*out)[256], int columns) {
   for (int row = 0; row < 16; row++)
     for (int k = 0; k < 16; k++)
@@ -164,18 +164,23 @@ static void read_left(const Product &product, int warp, float (*left)[16]) {
       left[row][k] = to_float(bits, product.is_bfloat);
     }
 }
-static void compute(const Product &product, int warp) {
-  static float right[16 * 256], left[16][16], out[16][256];
+static float accumulators[16][256];
+template <class F> static void for_accumulators(const Product &product, F act) {
+  for (int lane = 0; lane < WARP; lane++)
+    for (int i = 0; i < product.columns / 2; i++) {
+      int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      act(product.out[lane][i], accumulators[row][column]);
+    }
+}
+// Compute a product; `begins` and `ends` say whether those before and after it have other sums.
+static void compute(const Product &product, int warp, bool begins, bool ends) {
+  static float right[16 * 256], left[16][16];
   read_left(product, warp, left);
   read_right(product, warp, right);
-  auto place = [&](int row, int n) {
-    return product.out[row % 8 * 4 + n % 8 / 2] + n / 8 * 4 + row / 8 * 2 + n % 2;
-  };
-  for (int row = 0; row < 16; row++)
-    for (int n = 0; n < product.columns; n++) out[row][n] = product.adds ? *place(row, n) : 0;
-  multiply(left, right, out, product.columns);
-  for (int row = 0; row < 16; row++)
-    for (int n = 0; n < product.columns; n++) *place(row, n) = out[row][n];
+  if (!product.adds) memset(accumulators, 0, sizeof accumulators);
+  else if (begins) for_accumulators(product, [](float &own, float &sum) { sum = own; });
+  multiply(left, right, accumulators, product.columns);
+  if (ends) for_accumulators(product, [](float &own, float &sum) { own = sum; });
 }
 
 // A lane's part of a product; `first` and `last` are the accumulator's first and last element.
@@ -194,9 +199,12 @@ static void begin_product(Product product, float &first, float &last, const uint
 }
 static void finish_products(int warp, size_t groups_left) {
   Products &all = products[warp];
+  bool is_other = true;
   for (; all.groups.size() > groups_left; all.groups.pop_front())
-    for (size_t i = 0; i < all.groups.front(); i++) {
-      compute(all.begun.front(), warp);
+    for (size_t i = 0, count = all.groups.front(); i < count; i++) {
+      bool ends = i + 1 == count || all.begun[1].out[0] != all.begun[0].out[0];
+      compute(all.begun.front(), warp, is_other, ends);
+      is_other = ends;
       all.begun.pop_front();
     }
 }

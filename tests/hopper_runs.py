@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,9 @@ import torch
 from tests import cases
 from tests.accuracy import State, assert_states_accurate
 from tests.batches import Batch, random_batch
-from tests.device_planning import plan_batch, plan_short, plan_work
 from tests.generating import GeneratedKernel, generate_kernel
 from tests.hopper_threads import HopperKernel, Schedule, TensorMap
-from tvm_attn.runtime.inspector import Inspector
-from tvm_attn.runtime.plan import BATCH, Family, WorkList
-from tvm_attn.runtime.short import RowBytes
+from tvm_attn.runtime.plan import BATCH
 from tvm_attn.schedules.tiles_sm90 import (
     COLUMN_GROUP,
     WARPGROUP_ROWS,
@@ -28,6 +25,7 @@ from tvm_attn.schedules.tiles_sm90 import (
 )
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.target import parse_target
+from tvm_attn.worklist import NO_SLOT
 
 MASK = "causal"
 WORK = ("items", "cta_indptr", "merge_items", "merge_indptr")
@@ -56,19 +54,34 @@ class HopperCase:
         )
 
     def work(self, batch: Batch, num_ctas: int, split: int) -> Work:
-        """Plan a batch."""
-        spec, tile = self.spec, self.tile
-        family = Family(tile.family, tile.rows, tile.granule, tile.overhead, schedule="sm90")
-        other = Family("decode", 1, tile.granule, tile.overhead)
-        inspector = Inspector(
-            plan_short(MASK, spec.is_paged),
-            *(plan_batch(spec.is_paged), plan_work(MASK), [other, family]),
-            *(spec.group_size, spec.num_kv_heads, RowBytes.of(spec)),
-        )
-        plan = inspector.plan(None, batch.fmt, None, split, [1, num_ctas])
-        [listed] = plan.work
-        arrays = dict(zip(BATCH, plan.batch, strict=True))
-        return Work(self, batch, listed, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()})
+        """Deal a batch to CTAs: units in pieces of so many keys, one after the other."""
+        items, merges, slots = [], [], [0]
+        for unit, keys in self._units(batch):
+            pieces = max(-(-keys // split), 1)
+            slot = slots[-1] if pieces > 1 else NO_SLOT
+            for i in range(pieces):
+                own = slot + i if pieces > 1 else NO_SLOT
+                items.append((*unit, i * split, min(i * split + split, keys), own, 0))
+            if pieces > 1:
+                merges.append(unit)
+                slots.append(slot + pieces)
+        queues = [items[c::num_ctas] for c in range(num_ctas)]
+        dealt, ends = [item for queue in queues for item in queue], accumulate(map(len, queues))
+        arrays = (dealt, [0, *ends], merges, slots)
+        ints = [torch.tensor(array, dtype=torch.int32) for array in arrays]
+        return Work(self, batch, dict(zip(WORK, ints, strict=True)))
+
+    def _units(self, batch: Batch) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+        """Yield request, head and rows of each unit, and how many keys its rows see."""
+        group, rows = self.spec.group_size, self.tile.rows
+        lens = zip(batch.fmt.qo_len.tolist(), batch.fmt.kv_len.tolist(), strict=True)
+        for request, (qo_len, kv_len) in enumerate(lens):
+            for head, begin in product(
+                range(self.spec.num_kv_heads), range(0, qo_len * group, rows)
+            ):
+                end = min(begin + rows, qo_len * group)
+                seen = kv_len - qo_len + (end - 1) // group + 1
+                yield (request, head, begin, end), max(seen, 0)
 
     def draw(self, qo_lens: Sequence[int], kv_lens: Sequence[int], seed: int = 0) -> Batch:
         """Draw a batch."""
@@ -77,43 +90,51 @@ class HopperCase:
 
 @dataclass(frozen=True)
 class Work:
-    """A planned batch, and what it should give."""
+    """A batch, and its work list."""
 
     case: HopperCase
     batch: Batch
-    listed: WorkList
-    arrays: dict[str, torch.Tensor]
+    lists: dict[str, torch.Tensor]
 
-    @cached_property
-    def expected(self) -> tuple[State, State]:
-        """Return out and lse in float64, and as torch computes them."""
+    @property
+    def num_ctas(self) -> int:
+        """CTAs that have work."""
+        return len(self.lists["cta_indptr"]) - 1
+
+    def run(self, kernel: HopperKernel, schedule: Schedule) -> State:
+        """Return out and lse."""
+        out, lse = cases.poisoned_results(self.batch)
+        assert lse is not None
+        kernel.launch(self.num_ctas, schedule, self._arguments(out, lse))
+        return out, lse
+
+    def check(self, kernel: HopperKernel, schedules: Iterable[Schedule]) -> None:
+        """Hold what comes of one schedule against the promise, and of others against that."""
         args = cases.arguments(MASK, self.batch)
         exact, eager = (
             cases.states(MASK, self.batch, args, compute) for compute in ("float64", "eager")
         )
-        return exact, eager
-
-    def check(self, kernel: HopperKernel, schedule: Schedule) -> None:
-        """Run the batch, and hold what comes of it against the promise."""
-        out, lse = cases.poisoned_results(self.batch)
-        kernel.launch(self.listed.num_ctas, schedule, self._arguments(out, lse))
-        try:
-            assert_states_accurate((out, lse), *self.expected, self.batch.fmt)
-        except AssertionError as error:
-            raise AssertionError(f"{schedule}: {error}") from error
+        first: State | None = None
+        for schedule in schedules:
+            got = self.run(kernel, schedule)
+            if first is None:
+                assert_states_accurate(got, exact, eager, self.batch.fmt)
+                first = got
+            for name, a, b in zip(("out", "lse"), first, got, strict=True):
+                assert a is not None and b is not None
+                assert torch.equal(a, b), f"{name} is another one by {schedule}"
 
     def _arguments(self, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
         """Return arguments by parameter."""
         spec, tile = self.case.spec, self.case.tile
         k, v = (self._as_pages(cache) for cache in self.batch.kv)
         strided = dict(zip(STRIDED, (self.batch.q, k, v, out, lse), strict=True))
-        work = {n: torch.from_numpy(getattr(self.listed, n).copy()) for n in WORK}
-        slots, ones = self.listed.num_slots, torch.ones(spec.num_kv_heads)
+        slots, ones = int(self.lists["merge_indptr"][-1]), torch.ones(spec.num_kv_heads)
         tensors = {
-            **(strided | self.arrays | work),
+            **(strided | self._indices() | self.lists),
             "partial_o": torch.full((slots, tile.rows, spec.dim_vo), torch.nan),
             "partial_lse": torch.full((slots, tile.rows), torch.nan),
-            "arrivals": torch.zeros(len(work["merge_items"]), dtype=torch.int32),
+            "arrivals": torch.zeros(len(self.lists["merge_items"]), dtype=torch.int32),
             **{"k_scale": ones, "v_scale": ones},
         }
         given: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
@@ -123,18 +144,26 @@ class Work:
         factors = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "q_scale": 1.0, "lse_scale": 1.0}
         return {**given, **factors, **self._maps(strided)}
 
+    def _indices(self) -> dict[str, torch.Tensor]:
+        """Return the arrays of the batch."""
+        fmt = self.batch.fmt
+        none = torch.zeros(0, dtype=torch.int32)
+        indices = none if fmt.kv_indices is None else fmt.kv_indices
+        offsets = (fmt.kv_len - fmt.qo_len, torch.zeros_like(fmt.kv_len))
+        arrays = (fmt.qo_indptr, fmt.kv_indptr, indices, fmt.kv_len, *offsets)
+        return {name: a.int().contiguous() for name, a in zip(BATCH, arrays, strict=True)}
+
     def _maps(self, strided: dict[str, torch.Tensor]) -> dict[str, TensorMap]:
         """Return the maps of what is copied in boxes."""
         spec, tile, maps = self.case.spec, self.case.tile, {}
         if comes_in_boxes(spec):
-            box = (COLUMN_GROUP, spec.group_size, WARPGROUP_ROWS // spec.group_size)
-            maps.update({n: TensorMap.of(strided[n], (2, 1, 0), box) for n in ("q", "out")})
+            rows = (COLUMN_GROUP, spec.group_size, WARPGROUP_ROWS // spec.group_size)
+            maps.update({n: TensorMap.of(strided[n], (2, 1, 0), rows) for n in ("q", "out")})
         if not tile.gathers:
             slot, head = (2, 1) if spec.kv_layout == "HND" else (1, 2)
-            dims, box = (3, slot, head, 0), (COLUMN_GROUP, tile.box, 1, 1)
-            if not spec.is_paged:
-                dims, box = (3, 0, head), (COLUMN_GROUP, tile.box, 1)
-            maps.update({n: TensorMap.of(strided[n], dims, box) for n in ("k", "v")})
+            dims = (3, slot, head, 0) if spec.is_paged else (3, 0, head)
+            block = (COLUMN_GROUP, tile.box, 1, 1)[: len(dims)]
+            maps.update({n: TensorMap.of(strided[n], dims, block) for n in ("k", "v")})
         return {f"{name}_map": map for name, map in maps.items()}
 
     def _as_pages(self, cache: torch.Tensor) -> torch.Tensor:

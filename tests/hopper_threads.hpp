@@ -4,6 +4,8 @@
 // barrier, a copy that has begun. Who is next is decided by priorities, and by chance among equals;
 // copies that are under way are one more to choose from. So a warp that has the lowest priority
 // moves, a step at a time, only when nothing else can.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 #include "fibers.hpp"
 
 #include <csetjmp>
@@ -37,6 +39,17 @@ struct Named {
   int threads, arrived;
   uint64_t generation;
 };
+// Numbers by chance.
+struct Chance {
+  using result_type = uint;
+  uint64_t word = 1;
+  static constexpr uint min() { return 0; }
+  static constexpr uint max() { return ~0u; }
+  uint operator()() {
+    word = word * 6364136223846793005u + 1442695040888963407u;
+    return word >> 32;
+  }
+};
 // An mbarrier's 8 bytes in shared memory.
 struct Mbarrier {
   uint count : 15, pending : 15, phase : 1, is_there : 1;
@@ -46,10 +59,10 @@ struct Mbarrier {
 static Thread threads[THREADS];
 static Warp warps[WARPS];
 static Named named[NAMED];
-static std::mt19937 chance;
+static Chance chance;
 static char *report;
 static size_t report_bytes;
-static bool is_stopped;
+static bool told_ctas;  // a thread has told other CTAs something
 static sigjmp_buf stopped;
 
 static bool happens(int per_mille) { return (int)(chance() % 1000) < per_mille; }
@@ -67,7 +80,6 @@ static void say(const char *format, ...) {
   do {                                                         \
     say("block %d, thread %d: ", blockIdx.x, current);         \
     say(__VA_ARGS__);                                          \
-    is_stopped = true;                                         \
     siglongjmp(stopped, 1);                                    \
   } while (0)
 #define EXPECT(holds, ...) \
@@ -95,7 +107,8 @@ static void publish() { published[current] = ++now; }
 static void expect_visible(uint address, int first, int end) {
   uint64_t when = written[address / 16];
   if (!when) return;
-  bool known = std::all_of(published + first, published + end, [=](uint64_t t) { return t > when; });
+  auto later = [=](uint64_t time) { return time > when; };
+  bool known = std::all_of(published + first, published + end, later);
   EXPECT(known || published[writers[address / 16]] > when,
          "what thread %d wrote at %u is read asynchronously before a fence",
          writers[address / 16], address);
@@ -175,6 +188,7 @@ static void __nanosleep(int) { let_others_go(); }
 template <class T> static T add_to_global(T *word, T value) {
   T before = *word;
   *word += value;
+  told_ctas = true;
   let_others_go();
   return before;
 }
@@ -252,129 +266,5 @@ static void mbarrier_wait(void *pointer, int parity) {
 
 #include "hopper_copies.hpp"
 #include "hopper_products.hpp"
-
-static bool can_go_on(const Thread &thread) {
-  switch (thread.state) {
-  case READY: return true;
-  case AT_MBARRIER: return mbarrier(thread.word).phase != thread.parity;
-  case AT_NAMED: return named[thread.word].generation != thread.generation;
-  case AT_COPIES: return thread.done >= thread.awaited;
-  case AT_STORES: return thread.stores == 0;
-  default: return false;
-  }
-}
-static bool is_same(const Thread &a, const Thread &b) {
-  return a.state == b.state && (a.state == IN_WARP || a.state == DONE ||
-                                (a.state == AT_MBARRIER && a.word == b.word && a.parity == b.parity));
-}
-static bool can_act(int agent) {
-  if (agent == COPIER) return are_copies_under_way();
-  const Thread *lanes = threads + agent * WARP;
-  for (int i = 0; i < WARP; i++)
-    if ((!i || !is_same(lanes[i], lanes[i - 1])) && can_go_on(lanes[i])) return true;
-  return false;
-}
-// Let each lane of a warp that can go on do so, or let something be copied.
-static void act(int agent) {
-  if (agent == COPIER) return copy_something();
-  uint turned = chance() % 3 == 0 ? chance() % WARP : chance() % 2 * (WARP - 1);
-  for (uint i = 0; i < WARP; i++) {
-    int t = agent * WARP + (i ^ turned);
-    if (can_go_on(threads[t])) enter_thread(t);
-  }
-}
-
-static void describe(int warp) {
-  const Thread *lanes = threads + warp * WARP;
-  for (int i = 0; i < WARP; i++) {
-    int first = i;
-    while (i + 1 < WARP && is_same(lanes[first], lanes[i + 1])) i++;
-    if (lanes[first].state == DONE) continue;
-    say("\n  warp %d, lanes %d to %d: ", warp, first, i);
-    if (lanes[first].state == IN_WARP) say("the other lanes, in %s", warps[warp].meeting);
-    if (lanes[first].state == AT_NAMED) {
-      Named &barrier = named[lanes[first].word];
-      say("barrier %u, where %d of %d are", lanes[first].word, barrier.arrived, barrier.threads);
-    }
-    if (lanes[first].state == AT_MBARRIER) {
-      Mbarrier &barrier = mbarrier(lanes[first].word);
-      say("phase of parity %u of the mbarrier at word %u, which is in one of parity %u, lacks %u "
-          "of %u arrivals and %d bytes", lanes[first].parity, lanes[first].word / 8, barrier.phase,
-          barrier.pending, barrier.count, barrier.bytes);
-    }
-    if (lanes[first].state == AT_COPIES) say("copies");
-  }
-}
-static void describe_all(int block) {
-  say("block %d: all wait:", block);
-  for (int i = 0; i < WARPS; i++) describe(i);
-}
-
-// Choose among those of the highest priority that can act; nobody can if it is negative.
-static int choose(const int *priorities) {
-  int best = -1, equals = 0;
-  for (int i = 0; i < AGENTS; i++) {
-    if (best >= 0 && priorities[i] < priorities[best]) continue;
-    if (!can_act(i)) continue;
-    equals = best >= 0 && priorities[i] == priorities[best] ? equals + 1 : 1;
-    if (chance() % equals == 0) best = i;
-  }
-  return best;
-}
-
-// Run a CTA. `change` is how often, of a thousand times, somebody's priority becomes another.
-static bool run_cta(int block, std::vector<int> priorities, int change) {
-  blockIdx.x = block;
-  begin_threads(STACK);
-  std::fill(threads, threads + THREADS, Thread());
-  std::fill(warps, warps + WARPS, Warp());
-  std::fill(named, named + NAMED, Named());
-  std::fill(written, std::end(written), 0);
-  forget_copies();
-  forget_products();
-  int agent;
-  auto is_over = [] {
-    return std::all_of(threads, threads + THREADS, [](auto &t) { return t.state == DONE; });
-  };
-  while ((agent = choose(priorities.data())) >= 0) {
-    EXPECT(agent != COPIER || !is_over(), "copies are under way, and there are no threads");
-    act(agent);
-    if (happens(change)) priorities[chance() % AGENTS] = chance() % AGENTS;
-  }
-  if (!is_over()) describe_all(block);
-  return is_over();
-}
-
-static void stop(int signal) {
-  say("block %d, thread %d: %s", blockIdx.x, current, strsignal(signal));
-  siglongjmp(stopped, 1);
-}
-
-// Run CTAs one after another. Returns whether all come to an end; else the report says why not.
-static bool run_ctas(int blocks, uint seed, const int *priorities, int change, int seconds) {
-  static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
-  static uchar room[1 << 16];
-  stack_t other = {room, 0, sizeof room}, before;
-  struct sigaction action = {}, actions[4];
-  itimerval limit = {{0, 0}, {seconds, 0}}, none = {};
-  chance.seed(seed);
-  action.sa_handler = stop;
-  action.sa_flags = SA_ONSTACK;
-  sigaltstack(&other, &before);
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &action, actions + i);
-  setitimer(ITIMER_VIRTUAL, &limit, nullptr);
-  volatile bool is_done = false;
-  if (!sigsetjmp(stopped, 1)) {
-    std::vector<int> ctas(blocks);
-    for (int i = 0; i < blocks; i++) ctas[i] = i;
-    std::shuffle(ctas.begin(), ctas.end(), chance);
-    bool are_done = true;
-    for (int i = 0; i < blocks && are_done; i++)
-      are_done = run_cta(ctas[i], std::vector<int>(priorities, priorities + AGENTS), change);
-    is_done = are_done;
-  }
-  setitimer(ITIMER_VIRTUAL, &none, nullptr);
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], actions + i, nullptr);
-  sigaltstack(&before, nullptr);
-  return is_done;
-}
+#include "hopper_ctas.hpp"
+#pragma GCC pop_options

@@ -71,11 +71,12 @@ PRODUCT = re.compile(r"wgmma_(b?)f16_(rs|ss)_mma_async_\w*_m64n(\d+)k16_f32_\w+?
 
 ENTRY = """
 extern "C" int run(int blocks, int seed, const int *priorities, int change, int seconds,
-                   char *text, size_t bytes, int spans, void **begins, int64_t *sizes,
+                   char *text, size_t bytes, int spans, uchar **begins, int64_t *sizes,
                    void **given) {
   report = text, report_bytes = bytes, text[0] = 0;
   arrays.clear();
-  for (int i = 0; i < spans; i++) arrays.push_back({(uchar*)begins[i], (uchar*)begins[i] + sizes[i]});
+  for (uchar **begin = begins; begin < begins + spans; begin++)
+    arrays.push_back({*begin, *begin + *sizes++});
   take(given);
   kernel = call;
   return run_ctas(blocks, seed, priorities, change, seconds);
@@ -156,6 +157,7 @@ class HopperKernel:
             f"#define THREADS {self.made.threads}",
             f"#define SHARED_BYTES {self.made.shared_bytes}",
             f'#include "{HEADER}"',
+            'extern "C" { int fault; }',
             *stand_ins(self.made.source),
         )
         name = "attention_kernel"
@@ -167,6 +169,10 @@ class HopperKernel:
     def warps(self) -> int:
         """Warps of a CTA; that is also the number of what copies."""
         return self.made.threads // WARP
+
+    def have(self, fault: int) -> None:
+        """Choose which fault it has, of those that its source has by number; 0 is none."""
+        ctypes.c_int.in_dll(self.library.functions, "fault").value = fault
 
     def launch(self, blocks: int, schedule: Schedule, arguments: Arguments) -> None:
         """Run all CTAs of a launch, one after the other; `arguments` are by parameter."""
