@@ -43,7 +43,10 @@ UNSEEN static void wait_until_copied(uint pending) {
 UNSEEN static int count_at(int *word, int value) {
   check_global(word, 4);
   note_atomic(word);
-  return add_to_global(word, value);
+  int before = *word;
+  *word += value;
+  let_others_go();
+  return before;
 }
 template <class T> SEEN static void load_global(T *to, const void *from, int count) {
   touch_global((const uchar *)from, count * sizeof *to, false, HERE);

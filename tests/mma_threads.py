@@ -56,14 +56,11 @@ OPTIONS = ("-g1", "-fsanitize=thread", "-nodefaultlibs", "-lstdc++", "-lm", "-lc
 
 ENTRY = """
 extern "C" int run(int blocks, int seed, const int *priorities, int change, int seconds,
-                   char *text, size_t bytes, int spans, void **begins, int64_t *sizes,
+                   char *text, size_t bytes, int spans, uchar **begins, int64_t *sizes,
                    void **given) {
   report = text, report_bytes = bytes, text[0] = 0;
   arrays.clear();
-  for (int i = 0; i < spans; i++) {
-    const uchar *begin = (uchar*)begins[i];
-    arrays.push_back({begin, begin + sizes[i]});
-  }
+  for (int i = 0; i < spans; i++) arrays.push_back({begins[i], begins[i] + sizes[i]});
   take(given);
   begin_races();
   watched_kernel = call;
@@ -87,6 +84,7 @@ class MmaKernel(HopperKernel):
             f"#define THREADS {self.made.threads}",
             f"#define SHARED_BYTES {self.made.shared_bytes}",
             f'#include "{HEADER}"',
+            'extern "C" { int fault; }',
             *functions,
         )
         body = f'extern "C" __global__{self.made.body}'
