@@ -233,6 +233,7 @@ def _filled(made: str, names: list[str]) -> str:
         all=", ".join(names),
         last=names[-1] if names else "",
         rest=", ".join(names[1:]),
+        values=", ".join(names[2:]),
         middle=", ".join(names[2:-1]),
         middle0=", ".join(names[1:-1]),
         references=", ".join(f"&{name}" for name in names[:-1]),

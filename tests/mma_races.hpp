@@ -12,18 +12,19 @@
 #define HERE ((const char *)__builtin_return_address(0))
 
 static const int WORDS = SHARED_BYTES / 4 + 1, MOST_CTAS = 64, GAP = 4096;
+static const int PEERS = THREADS, CLOCKS = THREADS + 1;  // stores of other CTAs have a clock, too
 
 struct Word {
   int when;  // of the writer's clock
   int writer, cta;
-  bool is_pending;
+  bool is_pending, is_barrier;
   const char *where;
 };
 struct Begun {
   uint to, bytes;
 };
 struct Released {
-  int clocks[THREADS];
+  int clocks[CLOCKS];
 };
 // What is known of CTAs: how many of their releases.
 struct Known {
@@ -31,7 +32,7 @@ struct Known {
 };
 
 static Word shared_words[WORDS];
-static int clocks[THREADS][THREADS], reads[WORDS][THREADS], base_clock, racing_cta;
+static int clocks[CLOCKS][CLOCKS], reads[WORDS][THREADS], base_clock, racing_cta;
 static const char *read_where[WORDS][THREADS];
 static Known known[THREADS];
 static std::deque<Begun> begun_copies[THREADS];
@@ -39,6 +40,7 @@ static uint64_t waited_for[THREADS];
 static std::vector<std::vector<Word>> global_words;
 static std::vector<Released> releases[MOST_CTAS];
 static std::map<const void *, Known> atomics;
+static std::map<const uchar *, std::vector<Word>> same_words;
 static const uchar *arena_begin, *arena_end;
 
 UNSEEN static unsigned long where_is(const char *where) {
@@ -46,11 +48,11 @@ UNSEEN static unsigned long where_is(const char *where) {
   return where && dladdr(where, &info) ? where - (const char *)info.dli_fbase - 1 : 0;
 }
 SWIFT static void join_clocks(int first, int count) {
-  static int all[THREADS], others[MOST_CTAS];
+  static int all[CLOCKS], others[MOST_CTAS];
   memset(all, 0, sizeof all);
   memset(others, 0, sizeof others);
   for (int t = first; t < first + count; t++) {
-    for (int i = 0; i < THREADS; i++) all[i] = all[i] > clocks[t][i] ? all[i] : clocks[t][i];
+    for (int i = 0; i < CLOCKS; i++) all[i] = all[i] > clocks[t][i] ? all[i] : clocks[t][i];
     for (int i = 0; i < MOST_CTAS; i++)
       others[i] = others[i] > known[t].releases[i] ? others[i] : known[t].releases[i];
   }
@@ -81,6 +83,7 @@ UNSEEN static void expect_written(const Word &word, uint address, const char *ve
 UNSEEN static void touch_shared(uint address, uint bytes, bool writes, const char *where) {
   for (uint i = address / 4; i <= (address + bytes - 1) / 4; i++) {
     Word &word = shared_words[i];
+    if (word.is_barrier) continue;
     expect_written(word, 4 * i, writes ? "written" : "read", where);
     if (!writes) {
       reads[i][current] = clocks[current][current];
@@ -90,7 +93,7 @@ UNSEEN static void touch_shared(uint address, uint bytes, bool writes, const cha
     int reader = reader_that_is_unknown(i);
     EXPECT(reader < 0, "shared %u: written at %#lx, but thread %d may be reading it at %#lx", 4 * i,
            where_is(where), reader, where_is(read_where[i][reader]));
-    word = {clocks[current][current], current, racing_cta, false, where};
+    word = {clocks[current][current], current, racing_cta, false, false, where};
   }
 }
 // For what is read for sure: of plain reads, a compiler leaves out those that nothing comes of.
@@ -104,24 +107,38 @@ UNSEEN static bool is_known(const Word &word) {
   int count = known[current].releases[word.cta];
   return count && word.when <= releases[word.cta][count - 1].clocks[word.writer];
 }
-// `is_same`: others may write the same.
-UNSEEN static void touch_global(const uchar *at, uint bytes, bool writes, const char *where,
-                                bool is_same = false) {
+// Several threads may write the same: who reads has to know of one of them.
+UNSEEN static void touch_same(const uchar *at, const float *value, const char *where) {
+  std::vector<Word> &writers = same_words[at];
+  EXPECT(writers.empty() || !memcmp(at, value, 4), "another value at %#lx", where_is(where));
+  writers.push_back({clocks[current][current], current, racing_cta, false, false, where});
+}
+UNSEEN static bool knows_of_one(const uchar *at) {
+  for (const Word &word : same_words[at])
+    if (is_known(word)) return true;
+  return false;
+}
+UNSEEN static void touch_global(const uchar *at, uint bytes, bool writes, const char *where) {
   size_t span = 0;
   while (span < arrays.size() && !(arrays[span].begin <= at && at + bytes <= arrays[span].end))
     span++;
   EXPECT(span < arrays.size(), "there is no array at %p, touched at %#lx", at, where_is(where));
   if (atomics.count(at)) return;
+  if (!writes && same_words.count(at)) {
+    EXPECT(knows_of_one(at), "word of array %ld: read at %#lx, but threads may be writing it at "
+           "%#lx", (long)span, where_is(where), where_is(same_words[at][0].where));
+    return;
+  }
   std::vector<Word> &words = global_words[span];
   if (words.empty() && !writes) return;
   if (words.empty()) words.resize((arrays[span].end - arrays[span].begin) / 4 + 1);
   size_t first = (at - arrays[span].begin) / 4;
   for (size_t i = first; i < first + (bytes + 3) / 4; i++) {
-    EXPECT(!words[i].where || is_same || is_known(words[i]),
+    EXPECT(!words[i].where || is_known(words[i]),
            "word %ld of array %ld: %s at %#lx, but thread %d of CTA %d may be writing it at %#lx",
            (long)i, (long)span, writes ? "written" : "read", where_is(where), words[i].writer,
            words[i].cta, where_is(words[i].where));
-    if (writes) words[i] = {clocks[current][current], current, racing_cta, false, where};
+    if (writes) words[i] = {clocks[current][current], current, racing_cta, false, false, where};
   }
 }
 UNSEEN static void touch(const void *pointer, uint bytes, bool writes, const char *where) {
@@ -183,6 +200,7 @@ UNSEEN static void begin_races() {
   global_words.assign(arrays.size(), {});
   for (auto &each : releases) each.clear();
   atomics.clear();
+  same_words.clear();
   arena_begin = arrays[0].begin, arena_end = arrays[0].end;
   for (Span span : arrays) {
     if (span.begin < arena_begin) arena_begin = span.begin;
@@ -194,14 +212,15 @@ UNSEEN static void begin_races() {
 // Clocks go on from CTA to CTA, so that nothing is left to clear but a few words.
 UNSEEN static void begin_cta() {
   racing_cta = blockIdx.x;
-  for (int t = 0; t < THREADS; t++)
+  for (int t = 0; t < CLOCKS; t++)
     if (clocks[t][t] > base_clock) base_clock = clocks[t][t];
   for (int t = 0; t < THREADS; t++) {
-    for (int i = 0; i < THREADS; i++) clocks[t][i] = base_clock;
+    for (int i = 0; i < CLOCKS; i++) clocks[t][i] = base_clock;
     clocks[t][t]++;
     known[t] = Known();
     begun_copies[t].clear();
     waited_for[t] = 0;
   }
+  clocks[PEERS][PEERS] = base_clock;
   for (Word &word : shared_words) word = Word();
 }

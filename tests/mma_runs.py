@@ -30,12 +30,13 @@ from tvm_attn.worklist import NO_SLOT, READ_BEYOND
 
 @dataclass(frozen=True)
 class MmaCase:
-    """A kernel of a spec, a family of tiles, a variant and an architecture."""
+    """A kernel of a spec, a family of tiles, a variant and a GPU; CTAs that share each item."""
 
     spec: AttentionSpec
     family: Kind
     variant: str = "causal"
     arch: str = "sm_80"
+    cluster: int = 1
 
     @property
     def target(self) -> BuildTarget:
@@ -58,9 +59,8 @@ class MmaCase:
     ) -> MmaKernel:
         """Compile it for the host, with an edit of its source."""
         made = self.generate()
-        return MmaKernel(
-            GeneratedKernel(edit(made.source), made.threads, made.shared_bytes), folder
-        )
+        edited = GeneratedKernel(edit(made.source), made.threads, made.shared_bytes)
+        return MmaKernel(edited, folder, cluster=self.cluster)
 
     def draw(self, qo_lens: Sequence[int], kv_lens: Sequence[int], seed: int = 0) -> Batch:
         """Draw a batch."""
@@ -123,11 +123,16 @@ class MmaWork:
             **(self.lists | self._indices() | {"q": self.batch.q, "k": k, "v": v}),
             "partial_o": torch.full((slots, tile.rows, spec.dim_vo), torch.nan),
             "partial_lse": torch.full((slots, tile.rows), torch.nan),
-            "arrivals": torch.zeros(slots, dtype=torch.int32),
+            "arrivals": torch.zeros(slots * self.case.cluster, dtype=torch.int32),
             **({"k_scale": ones, "v_scale": ones} | self.batch.scales),
         }
         factors = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "q_scale": 1.0, "lse_scale": 1.0}
-        told = {"size": 1, "follows": 0, "window_left_": cases.WINDOW, "logits_soft_cap": cases.CAP}
+        told = {
+            "size": self.case.cluster,
+            "follows": 0,
+            "window_left_": cases.WINDOW,
+            "logits_soft_cap": cases.CAP,
+        }
         return {**described(tensors), **factors, **told, **self._bits()}
 
     def check(self, kernel: MmaKernel, schedules: Iterable[Schedule]) -> None:

@@ -7,11 +7,24 @@
 #undef __syncthreads
 #include "mma_races.hpp"
 
+// All CTAs of a cluster run at once: their threads, and shared memory in slices, are like a CTA's.
+static const int CTA_THREADS = THREADS / CLUSTER, SLICE = SHARED_BYTES / CLUSTER;
+
 struct Fragments {
   uint left[WARP][4], right[WARP][2];
   float sums[WARP][4];
 };
 static Fragments fragments[WARPS];
+
+UNSEEN static int own_cta() { return current / CTA_THREADS; }
+UNSEEN static int own_thread() { return current % CTA_THREADS; }
+UNSEEN static int own_block() { return blockIdx.x * CLUSTER + own_cta(); }
+UNSEEN static uchar *own_shared_memory() { return shared_memory + own_cta() * SLICE; }
+UNSEEN static void wait_at_named(int place, uint64_t generation) {
+  threads[current].word = place;
+  threads[current].generation = generation;
+  if (named[place].generation == generation) wait_as(AT_NAMED);
+}
 
 UNSEEN static void __syncwarp() {
   int first = current / WARP * WARP;
@@ -19,13 +32,10 @@ UNSEEN static void __syncwarp() {
 }
 UNSEEN static void __syncthreads() {
   meet("bar.sync", [] {
-    arrive_at_named(0, THREADS);
-    if (!named[0].arrived) join_clocks(0, THREADS);
+    arrive_at_named(own_cta(), CTA_THREADS);
+    if (!named[own_cta()].arrived) join_clocks(own_cta() * CTA_THREADS, CTA_THREADS);
   });
-  Thread &thread = threads[current];
-  thread.word = 0;
-  thread.generation = warps[current / WARP].generation;
-  if (named[0].generation == thread.generation) wait_as(AT_NAMED);
+  wait_at_named(own_cta(), warps[current / WARP].generation);
 }
 
 SEEN static void copy_later(uint to, const void *from, uint bytes, uint given) {
@@ -53,9 +63,14 @@ template <class T> SEEN static void load_global(T *to, const void *from, int cou
   memcpy(to, from, count * sizeof *to);
 }
 template <class T>
-SEEN static void store_global(const void *to, std::initializer_list<T> words, bool is_same = false) {
-  touch_global((const uchar *)to, words.size() * sizeof(T), true, HERE, is_same);
+SEEN static void store_global(const void *to, std::initializer_list<T> words) {
+  touch_global((const uchar *)to, words.size() * sizeof(T), true, HERE);
   memcpy((void *)to, words.begin(), words.size() * sizeof(T));
+}
+SEEN static void store_same(const void *to, float value) {
+  check_global(to, 4);
+  touch_same((const uchar *)to, &value, HERE);
+  memcpy((void *)to, &value, 4);
 }
 SEEN static void load_near(std::initializer_list<uint *> words, uint from) {
   const uchar *place = shared_pointer(from, 4 * words.size());
@@ -164,9 +179,11 @@ struct __nv_fp8_e5m2 {
   UNSEEN operator float() const { return of_half(bits << 8); }
 };
 
+#include "mma_clusters.hpp"
+
 // A thread of a kernel; the first one of a CTA finds nothing known of it.
 static void (*watched_kernel)();
 UNSEEN static void live_watched() {
-  if (racing_cta != blockIdx.x) begin_cta();
+  if (racing_cta != blockIdx.x) begin_cta(), forget_cluster();
   watched_kernel();
 }

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from tests.cuda_threads import HostLibrary
+from tests.cuda_threads import SHARED, HostLibrary
 from tests.hopper_threads import STANDS_IN, HopperKernel, Schedule, StuckError, bytes_of, stand_ins
 
 HEADER = Path(__file__).with_suffix(".hpp")
-GAP, ALIGNED = 8192, 256
+GAP, ALIGNED = 8192, 1024
 """Bytes between arrays, none of which may be touched; what arrays are aligned to."""
 WATCHED = {
     r"cp_async_c[ag]_async_c[ag]_shared_global_(?:L2__\d+B_)?(\d+)": r"copy_later({all}, \1, \1);",
@@ -30,9 +30,17 @@ WATCHED = {
     r"ld_vec_global_v(\d)_\w+": r"auto* to = &{0}; load_global(to, {last}, \1);",
     r"ld_shared_b32|ld_vec_shared_v\d_b32": "load_near({{ {references} }}, {last});",
     r"load_word_if": "if ({2}) load_global(&{0}, {1}, 1);",
-    r"st_relaxed_gpu_global_f32": "store_global({0}, {{ {rest} }}, true);",
+    r"st_relaxed_gpu_global_f32": "store_same({all});",
     r"st_global_\w+|st_vec_global_v\d_\w+": "store_global({0}, {{ {rest} }});",
     r"st_vec_shared_v\d_\w+": "store_near({0}, {{ {rest} }});",
+    r"mbarrier_init_init_shared_b64": "begin_watched_mbarrier({all});",
+    r"mbarrier_wait": "wait_watched({all});",
+    r"barrier_cluster_arrive_\w+_release_aligned": "arrive_at_cluster(true);",
+    r"barrier_cluster_arrive_\w+_relaxed_aligned": "arrive_at_cluster(false);",
+    r"barrier_cluster_wait_\w+": "wait_for_cluster();",
+    r"mapa_u32_shared__cluster_u32": "{0} = address_in_peer({1}, {2});",
+    r"tvm_builtin_cluster_ctaid_x": "return own_cta();",
+    r"store_peer_\w+": "store_peer({0}, {1}, {{ {values} }});",
     r"note_row": "if ({3}) note_address({0}, {2} ? {1} : 1);",
     r"chunk_of_row": "return (char*){0} + (uint64_t){1} * 16 + {2};",
     r"ldmatrix_\w+_x4_shared_b16": "load_watched_matrices({{ {references} }}, {last}, false);",
@@ -72,7 +80,9 @@ extern "C" int run(int blocks, int seed, const int *priorities, int change, int 
 
 @dataclass(frozen=True)
 class MmaKernel(HopperKernel):
-    """A kernel with ``mma.sync`` that is compiled for the host."""
+    """A kernel with ``mma.sync`` that is compiled for the host, in clusters of so many CTAs."""
+
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         """Compile it."""
@@ -80,16 +90,26 @@ class MmaKernel(HopperKernel):
             text.replace("static inline", "static inline __attribute__((always_inline))", 1)
             for text in stand_ins(self.made.source, TABLE)
         )
+        shared_bytes = self.cluster * (-(-self.made.shared_bytes // ALIGNED) * ALIGNED)
         before = (
-            f"#define THREADS {self.made.threads}",
-            f"#define SHARED_BYTES {self.made.shared_bytes}",
+            f"#define CLUSTER {self.cluster}",
+            f"#define THREADS {self.cluster * self.made.threads}",
+            f"#define SHARED_BYTES {shared_bytes}",
+            f"#define MOST_SHARED_BYTES {shared_bytes}",
             f'#include "{HEADER}"',
             'extern "C" { int fault; }',
             *functions,
         )
         body = f'extern "C" __global__{self.made.body}'
+        body = SHARED.sub(r"uchar* \1 = own_shared_memory();", body)
+        body = body.replace("threadIdx.x", "own_thread()").replace("blockIdx.x", "own_block()")
         library = HostLibrary(body, "attention_kernel", before, (ENTRY,), self.folder, OPTIONS)
         object.__setattr__(self, "library", library)
+
+    @property
+    def warps(self) -> int:
+        """Warps of all CTAs of a cluster; that is also the number of what copies."""
+        return self.cluster * super().warps
 
     def launch(self, blocks: int, schedule: Schedule, arguments: dict[str, Any]) -> None:
         """Run all CTAs of a launch on arrays with gaps between them; see `HopperKernel.launch`."""
