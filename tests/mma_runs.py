@@ -140,10 +140,10 @@ class MmaWork:
         first: State | None = None
         for schedule in schedules:
             got = cases.poisoned_results(self.batch)
-            results = {
-                name: x for name, x in zip(("out", "lse"), got, strict=True) if x is not None
-            }
-            kernel.launch(self.num_ctas, schedule, {**self.arguments, **described(results)})
+            out, lse = got
+            assert lse is not None
+            results = described({"out": out, "lse": lse})
+            kernel.launch(self.num_ctas, schedule, {**self.arguments, **results})
             assert not self.arguments["arrivals_ptr"].any(), f"counters are not 0 by {schedule}"
             if first is None:
                 assert_states_accurate(got, *self.expected, self.batch.fmt)

@@ -11,11 +11,10 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.cuda_threads import SHARED, HostLibrary
+from tests.cuda_threads import SHARED, Arguments, HostLibrary
 from tests.hopper_threads import STANDS_IN, HopperKernel, Schedule, StuckError, bytes_of, stand_ins
 
 HEADER = Path(__file__).with_suffix(".hpp")
@@ -66,6 +65,7 @@ ENTRY = """
 extern "C" int run(int blocks, int seed, const int *priorities, int change, int seconds,
                    char *text, size_t bytes, int spans, uchar **begins, int64_t *sizes,
                    void **given) {
+  arena_begin = arena_end = nullptr;
   report = text, report_bytes = bytes, text[0] = 0;
   arrays.clear();
   for (int i = 0; i < spans; i++) arrays.push_back({begins[i], begins[i] + sizes[i]});
@@ -111,7 +111,7 @@ class MmaKernel(HopperKernel):
         """Warps of all CTAs of a cluster; that is also the number of what copies."""
         return self.cluster * super().warps
 
-    def launch(self, blocks: int, schedule: Schedule, arguments: dict[str, Any]) -> None:
+    def launch(self, blocks: int, schedule: Schedule, arguments: Arguments) -> None:
         """Run all CTAs of a launch on arrays with gaps between them; see `HopperKernel.launch`."""
         tensors = {name: a for name, a in arguments.items() if isinstance(a, torch.Tensor)}
         placed = apart(tensors)

@@ -18,6 +18,7 @@ from tvm_attn.spec import AttentionSpec
 pytestmark = pytest.mark.skipif(not is_possible(), reason="threads are fibers of x86-64")
 
 DECODE = MmaCase(AttentionSpec(8, 2, 64, page_size=16), "decode")
+CLUSTERS = MmaCase(AttentionSpec(8, 2, 64, page_size=16), "decode", arch="sm_90", cluster=2)
 SHORT = MmaCase(AttentionSpec(8, 2, 64, page_size=16), "short")
 WARPS = 4
 SCHEDULES = [
@@ -73,6 +74,14 @@ def test_a_plan_can_be_run_again(decode: MmaKernel) -> None:
     """Counters are 0 again, and whichever CTA comes last merges the parts."""
     *_, pieces = decoded()
     pieces.check(decode, map(Schedule, range(6)))
+
+
+def test_ctas_of_a_cluster_wait_for_one_another(folder: Path) -> None:
+    kernel, batch = CLUSTERS.compile(folder), CLUSTERS.draw([4, 1, 1], [200, 2, 30])
+    warps = frozenset(range(kernel.warps))
+    starved = ({kernel.warps}, range(WARPS), warps - frozenset(range(WARPS)))
+    schedules = [Schedule(2, starved=frozenset(some)) for some in starved]
+    CLUSTERS.work(batch, 1, 128).check(kernel, schedules)
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
