@@ -293,12 +293,19 @@ def check_tensor(
         raise ShapeError(f"{name} is a nested tensor; pass {name}.values(), and where rows begin")
     if tensor.dtype is not dtype:
         raise DTypeError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+    if tensor.is_neg():
+        raise ShapeError(f"{name} is a view of negated elements; pass {name}.resolve_neg()")
     given = tensor.shape
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ShapeError(f"{name} has shape {tuple(given)}, expected ({wanted})")
     if tensor.device != device:
         raise elsewhere(name, tensor, device)
+    if not _has_memory(tensor):
+        raise ShapeError(
+            f"{name} has no memory that a kernel could use: it is a {type(tensor).__name__} that "
+            "stands for others, as in torch.vmap or torch.func.grad, or for none"
+        )
     if tensor.is_contiguous():
         return
     if contiguous:
@@ -309,6 +316,13 @@ def check_tensor(
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"
         )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -48,9 +48,11 @@ class Library:
             with tempfile.TemporaryDirectory(prefix="tvm_attn_") as folder:
                 path = Path(folder, "host.so")
                 path.write_bytes(content)
+                ctypes.CDLL(str(path), mode=os.RTLD_NOW)  # what it lacks is said, not died of later
                 self._module = tvm_ffi.load_module(str(path))
         except Exception as error:
-            raise ArtifactError(f"the shared library cannot be loaded: {error}") from error
+            why = str(error).removeprefix(f"{path}: ")
+            raise ArtifactError(f"the shared library cannot be loaded: {why}") from error
         self._functions: dict[str, Callable[..., Any]] = {}
         self._on_gpu = bool(devices)
         self._not_loaded = list(devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,11 +129,13 @@ def _scalar(param: Param, value: Any) -> int | float:
 
 
 def float32(name: str, value: Any) -> float:
-    """Return a number as a float, or raise `VariantError` if it does not fit float32."""
+    """Return a number as a float, or raise `VariantError` if it is NaN or does not fit float32."""
     try:
         number = float(value)
     except OverflowError as error:
         raise VariantError(f"{name} does not fit float32") from error
+    if math.isnan(number):
+        raise VariantError(f"{name} is NaN; it must be a number")
     if LARGEST < abs(number) < np.inf:
         raise VariantError(f"{name}={number} does not fit float32")
     return number
@@ -152,7 +155,7 @@ def _tensor(
     param: Param, value: Any, sizes: Mapping[str, int], device: torch.device
 ) -> torch.Tensor:
     if param.at == "plan":
-        value = as_tensor(value, param.name)
+        value = _array_of(param, value)
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{param.name} must be a torch tensor, got {type(value).__name__}")
     check_strided(param.name, value)
@@ -166,6 +169,15 @@ def _tensor(
         wanted = ", ".join(str(s) for s in expected)
         raise ShapeError(f"{param.name} has shape {shape}, expected ({wanted})")
     return value.contiguous()
+
+
+def _array_of(param: Param, value: Any) -> torch.Tensor:
+    """Return an array as a tensor; numbers in a list become what the parameter is declared as."""
+    if not isinstance(value, list | tuple):
+        return as_tensor(value, param.name)
+    given = as_tensor(value, param.name)
+    declared = given.to(getattr(torch, param.dtype))
+    return declared if torch.equal(declared.to(given.dtype), given) else given
 
 
 def _bitmap(param: Param, value: Any, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:

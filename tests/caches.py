@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from filelock import FileLock
 
 from tvm_attn import env, pipeline
 
 Compile = Callable[..., Any]
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -29,6 +33,19 @@ class Cache:
         """The one file of a kernel."""
         [path] = self.folder.glob("attention-*.tar")
         return path
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Made]) -> Made:
+    """Return what `make` makes in a folder: once in a run, whose other workers get a copy."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        kept = folder / "made.pickle"
+        if not kept.exists():
+            folder.mkdir()
+            kept.write_bytes(pickle.dumps(make(folder)))
+        made: Made = pickle.loads(kept.read_bytes())
+        return made
 
 
 @contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
 
+from tests.generating import read_inline_functions
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.compilers import CudaCompiler, find_nvcc, find_nvrtc
@@ -28,8 +32,10 @@ ARRAY = re.compile(r"^\s+(?:alignas\(\d+\) )?[\w ]+? (\w+)\[(\d+)\];", re.MULTIL
 SUMS, OPERANDS = 4, 6
 SERIALISED = "C75"
 """In the assembler's report: multiplications of a warpgroup wait for each other."""
-SLOWEST_LAST = ("short", "wide", "decode", "draft", "long")
-"""Families of query tiles, by the time that a kernel takes to be compiled."""
+COSTS = {"decode": 3, "draft": 3, "wide": 4, "short": 4, "long": 5}
+"""Families of query tiles, by the length of their source and the time to compile it."""
+SOFT_CAP, SOFT_CAP_OF_HOPPER = 1.7, 4.5
+"""How much longer the source is that caps scores: Hopper's own kernels write them in six places."""
 FIND: Mapping[str, Callable[[], CudaCompiler | None]] = {"nvcc": find_nvcc, "nvrtc": find_nvrtc}
 
 
@@ -93,7 +99,16 @@ class Kernel:
         """The family of its query tiles."""
         return self.tiles[0].family
 
-    @property
+    @cached_property
+    def cost(self) -> float:
+        """What it takes to compile, roughly; more threads have fewer registers, which may spill."""
+        tile, dims = self.tiles[0], self.configuration.dims
+        hopper = isinstance(tile, HopperTile)
+        capped = SOFT_CAP_OF_HOPPER if hopper else SOFT_CAP
+        factor = capped if "soft_cap" in self.configuration.variant else 1.0
+        return COSTS[self.family] * factor * (tile.threads if hopper else 128 + max(dims))
+
+    @cached_property
     def choices(self) -> set[tuple[str, Any, str]]:
         """Which choice of its configuration meets which schedule's family of query tiles.
 
@@ -174,27 +189,53 @@ def kernels(configuration: Configuration) -> list[Kernel]:
     return [Kernel(configuration, tiles) for tiles in (*chosen, *others)]
 
 
-def cover(configurations: Sequence[Configuration]) -> list[Kernel]:
+def cover(
+    configurations: Sequence[Configuration], others: Sequence[Configuration] = ()
+) -> list[Kernel]:
     """Return a kernel or more of each configuration: every choice meets every family of tiles.
 
-    What is left to choose then is the kernel that compiles fastest.
+    Those that compile fastest, as far as replacing one at a time comes to them. Kernels of `others`
+    may be among them, where a choice has met a family in none but slow ones.
     """
-    made = [
-        sorted(kernels(each), key=lambda one: SLOWEST_LAST.index(one.family))
-        for each in configurations
-    ]
+    made = [sorted(kernels(each), key=lambda one: one.cost) for each in configurations]
     every, chosen = list(chain.from_iterable(made)), []
     missing = {choice for one in every for choice in one.choices}
+    wanted = frozenset(missing)
     for some in chain(made, repeat(every)):
         if len(chosen) >= len(made) and not missing:
             break
         chosen.append(max(some, key=lambda one: len(one.choices & missing)))
         missing -= chosen[-1].choices
+    every += chain.from_iterable(map(kernels, others))
+    return _cheapest(chosen, sorted(every, key=lambda one: one.cost), wanted)
+
+
+def _cheapest(
+    chosen: list[Kernel], every: Sequence[Kernel], wanted: frozenset[tuple[str, Any, str]]
+) -> list[Kernel]:
+    """Leave out what is not needed, and replace the rest, until no single step is a gain."""
+    met = Counter(choice for one in chosen for choice in one.choices)
+    of = Counter(one.configuration for one in chosen)
+    for one in sorted(chosen, key=lambda one: -one.cost):
+        only = {choice for choice in one.choices & wanted if met[choice] == 1}
+        is_last = of[one.configuration] == 1
+        if not only and not is_last:
+            return _cheapest([each for each in chosen if each is not one], every, wanted)
+        for other in every:
+            if other.cost >= one.cost:
+                break
+            is_same = other.configuration == one.configuration
+            if only <= other.choices and (is_same or not is_last) and other not in chosen:
+                left = [other if each is one else each for each in chosen]
+                return _cheapest(left, every, wanted)
     return chosen
 
 
 def compile_kernels(wanted: Sequence[Kernel], compilers: Sequence[CudaCompiler]) -> list[Outcome]:
     """Compile kernels one after the other, in a process of their own."""
+    read_inline_functions()
+    if any(compiler.kind == "nvrtc" for compiler in compilers):
+        importlib.import_module("cuda.bindings.nvrtc")
 
     def work(_: object) -> list[Outcome]:
         return [outcome for kernel in wanted for outcome in kernel.compile(compilers)]

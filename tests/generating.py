@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -9,8 +10,9 @@ from tvm_attn import _compat
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
 from tvm_attn.schedules.tiles_cuda import CudaTile
+from tvm_attn.schedules.tiles_sm90 import HopperTile
 from tvm_attn.spec import AttentionSpec
-from tvm_attn.target import BuildTarget
+from tvm_attn.target import BuildTarget, parse_target
 from tvm_attn.variant import AttentionVariant
 
 
@@ -28,11 +30,25 @@ class GeneratedKernel:
         return re.split(r'extern "C" __global__', self.source)[-1]
 
 
+@functools.cache
+def read_inline_functions() -> None:
+    """Trace kernels here, so that processes forked off need not read their inline functions."""
+    _compat.import_tvm()
+    from tvm_attn.schedules import families
+    from tvm_attn.tir.hooks import Hooks
+
+    spec, target = AttentionSpec(8, 2, 64, q_dtype="bfloat16"), parse_target("sm_90")
+    ranked = [families.query_tiles(spec, AttentionVariant(), target, s) for s in (None, "sm80")]
+    tiles = {first.schedule: first for each in ranked for first, *_ in each}
+    for tile in tiles.values():
+        families.attention(spec, Hooks(AttentionVariant()), tile)
+
+
 def generate_kernel(
-    spec: AttentionSpec, variant: AttentionVariant, tile: CudaTile, target: BuildTarget
+    spec: AttentionSpec, variant: AttentionVariant, tile: CudaTile | HopperTile, target: BuildTarget
 ) -> GeneratedKernel:
     """Generate attention with tensor cores, in a process of its own."""
-    _compat.import_tvm()
+    read_inline_functions()
 
     def work(_: object) -> GeneratedKernel:
         from tvm_attn.schedules import families

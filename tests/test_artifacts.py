@@ -19,7 +19,7 @@ import torch
 
 import tvm_attn as ta
 from tests.batches import random_batch
-from tests.caches import Cache, built_in, copied
+from tests.caches import Cache, built_in, copied, made_once
 from tests.cases import kernel
 from tvm_attn import env, pipeline, variants
 from tvm_attn.codegen import host
@@ -220,10 +220,14 @@ class Built:
     code: dict[str, host.HostCode]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Build `SMALL` once, in a cache of its own."""
-    built = Built(tmp_path_factory.mktemp("built"), {})
+    """`SMALL`, built once in a run, in a cache of its own."""
+    return made_once(tmp_path_factory, "built", build_in)
+
+
+def build_in(folder: Path) -> Built:
+    built = Built(folder, {})
     compile_host = host.compile_host
 
     def compile_and_keep(functions: Mapping[str, object], *given: Any) -> host.HostCode:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import tvm_attn as ta
-from tests.caches import Cache, built_in, copied
+from tests.caches import Cache, built_in, copied, made_once
 from tests.test_artifacts import rewritten
 from tvm_attn import cli, env, pipeline, variants
 from tvm_attn.codegen import compilers, kernels
@@ -53,10 +53,14 @@ class Built:
     stages: list[str]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Build `SPEC` once, in a cache of its own."""
-    built = Built(tmp_path_factory.mktemp("built"), [], [])
+    """`SPEC`, built once in a run, in a cache of its own."""
+    return made_once(tmp_path_factory, "built_for_a_gpu", build_in)
+
+
+def build_in(folder: Path) -> Built:
+    built = Built(folder, [], [])
     cuda_kernels = kernels.cuda_kernels
 
     def make(*arguments: Any) -> Kernels:

@@ -25,12 +25,12 @@ from tvm_attn.errors import SpecError
 FEW = DemoOptions(requests=4, check_every=5)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kernel() -> ta.AttentionModule:
     return ta.build(FEW.spec, ta.variants.causal())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def twenty(kernel: ta.AttentionModule) -> Summary:
     return serve(DemoOptions(requests=20), kernel)
 

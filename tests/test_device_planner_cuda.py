@@ -35,7 +35,7 @@ NUMBERS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernel:
     function = device_planner(True, 2048, *bounds("causal"))
     made = cuda.generate({NAME: function}, parse_target("sm_90"), "tirx")

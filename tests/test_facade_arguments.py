@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,14 @@ from tests.facades import (
 )
 from tvm_attn import reference
 from tvm_attn._flashinfer.options import kernel_for
-from tvm_attn.errors import DTypeError, LimitError, PlanError, ShapeError, SpecError
+from tvm_attn.errors import (
+    DTypeError,
+    LimitError,
+    PlanError,
+    ShapeError,
+    SpecError,
+    VariantError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +273,9 @@ def test_a_bad_plan_leaves_the_earlier_one(decoding: Batch) -> None:
         ((indptr, indices, last + 4), {}, PlanError),
         ((indptr, indices, last.float()), {}, DTypeError),
         ((indptr, indices, last), {"pos_encoding_mode": "ROTARY"}, SpecError),
+        ((indptr, indices, last), {"sm_scale": "0.1"}, DTypeError),
+        ((indptr, indices, last), {"sm_scale": math.nan}, VariantError),
+        ((indptr, indices, last), {"logits_soft_cap": math.nan}, VariantError),
         ((indptr, indices, last), {"pos_encoding_mode": "ROPE_LLAMA"}, NotImplementedError),
     ):
         with pytest.raises(error):

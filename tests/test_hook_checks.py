@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tvm import tirx
 
 import tvm_attn as ta
 from tvm_attn import variants
-from tvm_attn.errors import CompileError
+from tvm_attn.errors import ArtifactError, CompileError
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.tir.fingerprint import fingerprint
 from tvm_attn.tir.hooks import Hooks
@@ -145,3 +146,25 @@ def test_lines_are_a_users_in_whatever_folder(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as raised:
         ta.build(SPEC, AttentionVariant(mask=names["mask"]))
     assert f'File "{path}", line 2, in helper' in str(raised.value)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_hook_that_gives_something_else_each_time_is_an_error(first: int) -> None:
+    """And leaves nothing under the key of what it gave first."""
+    calls = itertools.count(first)
+
+    def whimsical(ctx: Any, s: Any) -> Any:
+        return s * (4.625 if next(calls) == 0 else 9.5 + next(calls))
+
+    with pytest.raises(CompileError, match="gave something else"):
+        ta.build(SPEC, AttentionVariant(logits_transform=whimsical))
+    honest = ta.build(SPEC, AttentionVariant(logits_transform=lambda ctx, s: s * 4.625))
+    assert "4.625" in honest.tir
+
+
+def test_a_function_that_is_nowhere_is_an_error_of_the_build() -> None:
+    def calls_nothing(ctx: Any, s: Any) -> Any:
+        return tirx.call_pure_extern("float32", "of_no_library", s)
+
+    with pytest.raises(ArtifactError, match="undefined symbol: of_no_library"):
+        ta.build(SPEC, AttentionVariant(logits_transform=calls_nothing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,14 @@ def looks_inside(ctx: Any, s: Expr) -> Expr:
     return s * helper.__globals__["SHIFT"]
 
 
+def reads_an_attribute_by_its_name(ctx: Any, s: Expr) -> Expr:
+    return s * operator.attrgetter("SHIFT")(helper)
+
+
+def reads_an_annotation(ctx: Any, s: typing.Literal[2]) -> Expr:
+    return s * typing.get_type_hints(helper).get("s", 1)
+
+
 def counts(ctx: Any, s: Expr) -> Expr:
     global SHIFT
     SHIFT += 0
@@ -166,6 +175,9 @@ def has_a_class(ctx: Any, s: Expr) -> Expr:
         *(Scale().hook, Scale(), scaled_by(Scale()), scaled_by(Scale), scaled_by(os)),
         *(scaled_by({1, 2}), scaled_by(open), scaled_by(iter([1]))),
         *(reads_the_environment, imports_what_may_change, looks_around, looks_inside),
+        *(reads_an_attribute_by_its_name, reads_an_annotation),
+        scaled_by(operator.attrgetter("SHIFT")),
+        scaled_by(operator.methodcaller),
         *(counts, has_a_class, lambda ctx, s: missing(s)),  # noqa: F821
     ],
 )

@@ -35,6 +35,7 @@ class Fault(IntEnum):
     AHEAD = 1  # a warpgroup may be two phases ahead of the warp that serves its slots
     FORGOTTEN = 2  # shared memory holds too few work items
     UNSEEN = 3  # what was written is not made visible to what reads asynchronously
+    EARLY = 4  # other CTAs are told of a part before all warps have stored it
 
 
 def case(group: int, page: int | None, dim: int, family: str, dtype: str = "float16") -> HopperCase:
@@ -63,6 +64,11 @@ def with_faults(source: str) -> str:
     for text, edit in edits.items():
         assert source.count(text) > 1
         source = source.replace(text, edit)
+    meeting = re.compile(
+        r"(\w*bar_sync\w*\(\S+ \S+\);)(?=\s+if \(\(\(int\)threadIdx\.x\) == 128\))"
+    )
+    source, count = meeting.subn(rf"if (fault != {Fault.EARLY}) \1", source)
+    assert count == 1, "warps meet elsewhere"
     *before, last = re.split(r"(?=tvm_builtin_cuda_mbarrier_wait\()", source)
     assert re.match(r".*warp_id_in_cta >> 2\).*\^ 1\)\);", last), "it waits for something else"
     return "".join([*before, f"if (fault != {Fault.AHEAD}) {last}"])
@@ -97,7 +103,8 @@ def schedules(kernel: HopperKernel) -> Iterator[Schedule]:
 
 def short_queues(made: HopperCase) -> Work:
     """Return queues of few items, some of which have no keys."""
-    return made.work(made.draw([9, 2, 70, 3], [40, 1, 265, 30]), 3, made.tile.block)
+    two_tiles = made.tile.rows // made.spec.group_size + 2
+    return made.work(made.draw([9, 2, two_tiles, 3], [40, 1, 265, 30]), 3, made.tile.block)
 
 
 def long_queue(made: HopperCase) -> Work:
@@ -106,7 +113,7 @@ def long_queue(made: HopperCase) -> Work:
     Where a warpgroup is alone there are more than twice as many.
     """
     block, times = made.tile.block, 1 if made.tile.multipliers > 1 else 3
-    queries = [6, 1, 0, 20, 3, 9, 2, 4, 7] * times
+    queries = [6, 1, 0, 10, 3, 9, 2, 4, 7] * times
     keys = [block, 3, 5, 4 * block, 1, 0, 2 * block + 9, 50, 20] * times
     return made.work(made.draw(queries, keys, seed=1), 1, block)
 
@@ -150,3 +157,12 @@ def test_a_fence_that_is_missing_is_found(faulty: HopperKernel) -> None:
     faulty.have(Fault.UNSEEN)
     with pytest.raises(StuckError, match="is read asynchronously before a fence"):
         short_queues(FIRST).run(faulty, Schedule())
+
+
+def test_a_part_that_is_told_of_too_early_is_found(faulty: HopperKernel) -> None:
+    faulty.have(Fault.NONE)
+    work = short_queues(FIRST)
+    expected, _ = work.run(faulty, Schedule())
+    faulty.have(Fault.EARLY)
+    results = [work.run(faulty, starving(WARPS_OF_GROUP + 1, seed=seed))[0] for seed in range(4)]
+    assert not all(torch.equal(out, expected) for out in results)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tvm_attn as ta
-from tvm_attn.errors import ArtifactError, PlanError
+from tvm_attn.errors import ArtifactError, PlanError, ShapeError, VariantError
 
 TABLE: tuple[Any, ...] = ([0, 3], [0, 2], [0, 1], [2])
 SPEC = ta.AttentionSpec(2, 1, 16, q_dtype="float32", page_size=4)
@@ -48,10 +49,69 @@ def test_positions_far_apart(q: torch.Tensor, kv: Any, q_pos: int, kv_pos: int, 
     torch.testing.assert_close((out, lse), (want, want_lse))
 
 
+@pytest.mark.parametrize("most", [2**30, 2**31 - 1])
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda ctx: ctx.most - ctx.qo_len >= 0,
+        lambda ctx: ctx.most - ctx.qo_len + ctx.qo_idx >= 0,
+        lambda ctx: ctx.most - ctx.kv_len > ctx.kv_idx,
+        lambda ctx: ctx.most - ctx.q_pos >= ctx.kv_pos - ctx.qo_len,
+    ],
+)
+def test_a_parameter_may_be_the_largest_integer(sees: Callable[[Any], Any], most: int) -> None:
+    """If nothing overflows in the hook, nothing does in what is made of it."""
+    params = (ta.Param("most", dtype="int32"),)
+    kernel, full = ta.build(SPEC, ta.AttentionVariant(mask=sees, params=params)), ta.build(SPEC)
+    table = ([0, 2, 3, 6], [0, 1, 2, 4], [0, 1, 2, 3], [2, 4, 1])
+    rng = torch.Generator().manual_seed(3)
+    q, kv = torch.randn(6, 2, 16, generator=rng), torch.randn(4, 2, 4, 1, 16, generator=rng)
+    want = full.run(full.plan(*table), q, kv)
+    assert torch.equal(kernel.run(kernel.plan(*table), q, kv, most=most), want)
+
+
 @pytest.mark.parametrize("split", [2**30, 2**31, 2**40])
 def test_a_huge_split_is_none(split: int) -> None:
     kernel = ta.build(SPEC).with_ctas(8)
     assert kernel.plan(*TABLE, fixed_split_size=split).num_slots == 0
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "q_scale", "k_scale", "v_scale", "logits_soft_cap"])
+def test_a_number_that_is_none_is_an_error(q: torch.Tensor, kv: Any, name: str) -> None:
+    kernel = ta.build(SPEC, ta.variants.soft_cap())
+    with pytest.raises(VariantError, match=f"{name} is NaN"):
+        kernel.run(kernel.plan(*TABLE), q, kv, **{"logits_soft_cap": 1.0, name: math.nan})
+
+
+def test_a_view_of_negated_elements_is_an_error(q: torch.Tensor, kv: Any) -> None:
+    kernel = ta.build(SPEC)
+    plan, negated = kernel.plan(*TABLE), torch._neg_view(q)
+    with pytest.raises(ShapeError, match=r"q is .* pass q.resolve_neg\(\)"):
+        kernel.run(plan, negated, kv)
+    with pytest.raises(ShapeError, match="out is"):
+        kernel.run(plan, q, kv, out=negated)
+
+
+def test_tensors_without_memory_are_an_error(q: torch.Tensor, kv: Any) -> None:
+    kernel = ta.build(SPEC)
+    plan = kernel.plan(*TABLE)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.run(plan, x, kv)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with FakeTensorMode():
+        fake = torch.empty(3, 2, 16)
+    for attempt in (
+        lambda: run(fake),
+        lambda: run(q.to_mkldnn()),
+        lambda: torch.vmap(run)(q[None]),
+        lambda: torch.func.grad(lambda x: run(x).sum())(q),
+    ):
+        with pytest.raises(ShapeError, match=r"q (has no memory|is torch\._mkldnn)"):
+            attempt()
+    assert run(q[:3]).shape == q.shape
 
 
 def test_a_page_larger_than_any_is_an_error() -> None:

@@ -20,7 +20,9 @@ PARTS = 12
 
 @functools.cache
 def chosen() -> tuple[Kernel, ...]:
-    return tuple(cover(sample()))
+    """Kernels of the sample, and of the core where those for a family of tiles would be slow."""
+    hopper = [each for each in core() if (each.arch, each.group) == ("sm_90", 4)]
+    return tuple(cover(sample(), hopper))
 
 
 def test_the_sample_covers_all_pairs() -> None:
@@ -42,11 +44,11 @@ def test_each_architecture_has_enough_of_the_sample(arch: str) -> None:
 
 def test_every_choice_meets_every_family_of_query_tiles() -> None:
     """And each configuration of the sample has a kernel, few of them more."""
-    assert {kernel.configuration for kernel in chosen()} == set(sample())
+    assert set(sample()) <= {kernel.configuration for kernel in chosen()} <= set(shipped())
     assert len(chosen()) <= 1.1 * len(sample())
     possible = [kernel for configuration in sample() for kernel in kernels(configuration)]
     met, to_meet = ({c for k in some for c in k.choices} for some in (chosen(), possible))
-    assert met == to_meet
+    assert met >= to_meet
 
 
 def test_everything_shipped_is_named_once_and_can_be_asked_for() -> None:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.compiling import FIND
+from tests.generating import read_inline_functions
 from tvm_attn import variants
 from tvm_attn.codegen import cuda
 from tvm_attn.codegen.children import Child
@@ -25,6 +26,7 @@ EXPONENTIALS = 64
 
 def compiled(spec: AttentionSpec, variant: AttentionVariant, compiler: CudaCompiler) -> Compiled:
     """Compile a Hopper kernel, in a process of its own."""
+    read_inline_functions()
 
     def work(_: object) -> Compiled:
         from tvm_attn.schedules import sm90

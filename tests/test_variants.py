@@ -17,7 +17,7 @@ from tests.accuracy import assert_accurate, assert_states_accurate
 from tests.batches import Batch, random_batch
 from tests.cases import kernel
 from tvm_attn import reference, variants
-from tvm_attn.errors import CompileError, ShapeError
+from tvm_attn.errors import CompileError, DTypeError, ShapeError
 from tvm_attn.runtime.module import AttentionModule
 from tvm_attn.spec import AttentionSpec, Param
 from tvm_attn.variant import AttentionVariant
@@ -113,6 +113,20 @@ def _twin(
     return gated + 1.0 * (lse > -math.inf)[..., None], lse
 
 
+@pytest.mark.parametrize("split", [None, 32])
+def test_rows_that_see_no_key_are_not_transformed(split: int | None) -> None:
+    variant = variants.causal() & AttentionVariant(output_transform=lambda ctx, o, lse: 2 * o + 1)
+    module, plain = ta.build(SPEC, variant), ta.build(SPEC, variants.causal())
+    batch = random_batch(SPEC, [4, 70, 3], [2, 65, 0])
+    (got, lse), (want, _) = (
+        each.run(each.plan(batch.fmt, fixed_split_size=split), batch.q, batch.kv, return_lse=True)
+        for each in (module, plain)
+    )
+    is_empty = lse == -math.inf
+    assert is_empty.any() and not got[is_empty].any()
+    torch.testing.assert_close(got[~is_empty], 2 * want[~is_empty] + 1)
+
+
 def test_composition_is_associative_and_has_an_identity() -> None:
     a, b, c = variants.causal(), variants.alibi(), variants.soft_cap(5.0)
     assert text_of((a & b) & c) == text_of(a & (b & c))
@@ -184,6 +198,18 @@ def test_a_range_may_depend_on_a_tensor_given_with_the_plan() -> None:
         module.plan(batch.fmt, prefix_len=prefix_len), batch.q, batch.kv, return_lse=True
     )
     assert_accurate(got, batch, mask=Prefix())
+
+
+def test_what_is_given_with_the_plan_may_be_a_list() -> None:
+    module, batch = ta.build(SPEC, prefix_lm()), random_batch(SPEC, [5, 1], [20, 10])
+    want = module.run(
+        module.plan(batch.fmt, prefix_len=torch.tensor([7, 3]).int()), batch.q, batch.kv
+    )
+    got = module.run(module.plan(batch.fmt, prefix_len=[7, 3]), batch.q, batch.kv)
+    assert torch.equal(got, want)
+    for wrong in ([7.5, 3], [2**40, 3]):
+        with pytest.raises(DTypeError, match="prefix_len has dtype"):
+            module.plan(batch.fmt, prefix_len=wrong)
 
 
 def test_a_tensor_of_the_size_of_the_batch_is_held_against_it() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -23,9 +24,7 @@ from tvm_attn.variant import HOOKS, AttentionVariant
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 """Types whose values their text tells."""
-MODULES = frozenset(
-    "math operator functools typing tvm.tirx tvm_attn.spec tvm_attn.variant".split()
-)
+MODULES = frozenset("math operator functools tvm.tirx tvm_attn.spec tvm_attn.variant".split())
 """Modules that give the same at any time, by the versions of Python, TVM and this library."""
 OWN_NAMES = {"_operator": "operator", "_functools": "functools"}
 """What modules call the parts of them that are not written in Python."""
@@ -38,6 +37,9 @@ PURE = frozenset(
     "ValueError ZeroDivisionError".split()
 )
 """Builtin functions and classes whose result depends on their arguments alone."""
+LOOKING = (operator.attrgetter, operator.methodcaller)
+"""What reads attributes whose names are values."""
+LOOKING_NAMES = frozenset(kind.__name__ for kind in LOOKING)
 REFUSED = frozenset(
     "STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR DELETE_DEREF LOAD_LOCALS "
     "LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF LOAD_SUPER_ATTR".split()
@@ -117,7 +119,7 @@ class _Told:
 
     def _code(self, code: CodeType, names: dict[str, Any]) -> Iterator[str]:
         """Return texts of code, of the code within it, and of the global names that they read."""
-        if any(name.startswith("__") for name in code.co_names):
+        if any(name.startswith("__") or name in LOOKING_NAMES for name in code.co_names):
             raise UntoldError(code.co_names)
         yield f"{code.co_code.hex()} {getattr(code, 'co_exceptiontable', b'').hex()}"
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -177,6 +179,8 @@ def _library_name(value: Any) -> str:
     elif isinstance(value, FunctionType | BuiltinFunctionType | type):
         module, name = str(value.__module__), value.__qualname__
     else:
+        raise UntoldError(value)
+    if value in LOOKING:
         raise UntoldError(value)
     if module == "builtins" and name in PURE and getattr(builtins, name) is value:
         return name

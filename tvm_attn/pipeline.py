@@ -152,19 +152,27 @@ def _make(
     kernel = Part(ATTENTION, cache_key(content), target.arch is not None)
     planner, device_planner = _planners(spec, hooks, target)
 
+    def alike(made: Artifact) -> Artifact:
+        """Return what was made of the hooks, if they are still as the key says."""
+        if fingerprint(hooks, spec) != content["variant"]:
+            raise CompileError(
+                "its hooks gave something else when they were traced again; a hook is called many "
+                "times, and must give the same expression each time"
+            )
+        return made
+
     def generate(key: str) -> Artifact:
         phases, others = Phases(key, report), beside(planner, plans)
-        return generate_kernel(spec, hooks, target, schedule, phases, others)
+        return alike(generate_kernel(spec, hooks, target, schedule, phases, others))
 
     def plans(_: str) -> Artifact:
-        return generate_planner(spec, hooks)
+        return alike(generate_planner(spec, hooks))
 
     with _progress.stages(progress) as report:
         try:
-            attention = kernel.obtain(generate)
+            made = {ATTENTION: kernel.obtain(generate), PLANNER: planner.obtain(plans)}
         except CompileError as error:
             raise CompileError(f"variant {str(variant)!r}: {error}") from error
-        made = {ATTENTION: attention, PLANNER: planner.obtain(plans)}
     why = explain_choice(spec, variant, target, schedule)
     return Recipe((kernel, planner), why, device_planner), made
 

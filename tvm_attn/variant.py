@@ -56,7 +56,8 @@ class AttentionVariant:
         A row with no visible key stays empty all the same.
     output_transform : callable, optional
         ``(ctx, o, lse) -> expr``: an element of the output row, applied once, after the last merge;
-        ``lse`` is base 2.
+        ``lse`` is base 2. A row with no visible key stays 0 all the same; without softmax, where
+        nothing tells such a row from others, it is applied to all.
     use_softmax : bool
         If False, the transformed logit itself weighs the value and there is no normalisation and
         no LSE; masked keys weigh 0.

@@ -5,13 +5,16 @@ Build them first, so that no compiler runs under the tool::
     python -m tests.gpu.prebuild sanitize
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitize
 
-and the same with ``--tool racecheck`` and ``--tool synccheck``.
+and the same with ``--tool racecheck`` and ``--tool synccheck``. Words choose kernels and batches:
+those whose lines have one of them.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from itertools import product
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # an allocation for each tensor
 
@@ -42,24 +45,30 @@ KERNELS = [(spec, variant(row["variant"], spec)) for row in ROWS for spec in [sp
 LENS = {
     "mixed": (None, [1, 70, 0, 3, 1], [150, 70, 5, 0, 3]),
     "split": (32, [1, 1], [200, 90]),
+    "pieces": (64, [90, 2], [300, 200]),
     "few": (None, [1], [2100]),
     "short": (None, [7, 2], [1300, 700]),
 }
 """Fixed split, query lengths and KV lengths; the last two are cut so that a GPU is full."""
+FEW_CTAS = 2
+"""CTAs that pieces are dealt to, so that each has a queue of them."""
 
 
 def main() -> int:
-    """Run every kernel, and say which were wrong."""
+    """Run every kernel, or those that are named, and say which were wrong."""
     wrong = 0
-    for row in ROWS:
-        for batch, lens in LENS.items():
-            try:
-                check(row, *lens)
-            except AssertionError as error:
-                wrong += 1
-                print(f"WRONG {name_of(row)} {batch}: {error}")
-            else:
-                print(f"right {name_of(row)} {batch}", flush=True)
+    for row, batch in product(ROWS, LENS):
+        name = f"{name_of(row)} {batch}"
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
+        start = time.perf_counter()
+        try:
+            check(row, *LENS[batch])
+        except AssertionError as error:
+            wrong += 1
+            print(f"WRONG {name}: {error}")
+        else:
+            print(f"right {name}, {time.perf_counter() - start:.1f} s", flush=True)
     print(f"{wrong} wrong results")
     return int(wrong > 0)
 
@@ -71,6 +80,8 @@ def check(row: Row, split: int | None, qo_lens: list[int], kv_lens: list[int]) -
     there = here.to(machine.device)
     args, on_gpu = arguments(name, here), arguments(name, there)
     module = machine.kernel(name, spec)
+    if split is not None:
+        module = module.with_ctas(FEW_CTAS)
     plan = module.plan(there.fmt, **on_gpu.plan, fixed_split_size=split)
     has_lse = args.reference.get("use_softmax", True)
     keywords = {**there.scales, **on_gpu.run, "return_lse": has_lse}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tvm_attn import pipeline, variants
@@ -16,6 +17,7 @@ from tvm_attn._index_arrays import as_tensor, checked_size
 from tvm_attn.errors import DTypeError, ShapeError, SpecError
 from tvm_attn.runtime.device import CPU, on_device
 from tvm_attn.runtime.module import AttentionModule
+from tvm_attn.runtime.params import float32
 from tvm_attn.runtime.plan import Plan
 from tvm_attn.spec import AttentionSpec, integer
 from tvm_attn.variant import AttentionVariant
@@ -73,9 +75,14 @@ class Options:
         """Validate the position encoding and the types of numbers."""
         if integer(self.window_left) is None:
             raise DTypeError(f"window_left={self.window_left!r} must be an integer; -1 is off")
-        cap = self.logits_soft_cap
-        if not isinstance(cap, Real | torch.Tensor | None):
-            raise DTypeError(f"logits_soft_cap={cap!r} must be a number, or None")
+        for name in ("logits_soft_cap", "sm_scale"):
+            given = getattr(self, name)
+            if not isinstance(given, Real | torch.Tensor | None):
+                raise DTypeError(f"{name}={given!r} must be a number, or None")
+            if isinstance(given, Real):
+                float32(name, given)
+        if not isinstance(self.causal, bool | int | np.bool_):
+            raise DTypeError(f"causal={self.causal!r} must be True or False")
         if self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise SpecError(
                 f"pos_encoding_mode={self.pos_encoding_mode!r} must be one of {POS_ENCODING_MODES}"

@@ -175,10 +175,13 @@ class Hooks:
         return self.kv_range(ctx, q_lo, q_hi)
 
     def output(self, ctx: Context, o: Expr, lse: Expr) -> Expr:
-        """Return an output element after the variant's last word."""
+        """Return an output element after the variant's last word; empty rows stay 0."""
         if self.variant.output_transform is None:
             return o
-        return as_float(self.variant.output_transform(ctx, o, lse))
+        said = as_float(self.variant.output_transform(ctx, o, lse))
+        if not self.variant.use_softmax:
+            return said
+        return tirx.Select(lse == f32(-math.inf), f32(0.0), said)
 
 
 def _value(value: Expr, _: Context) -> Expr:

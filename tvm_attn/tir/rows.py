@@ -27,6 +27,18 @@ class Batch:
     kv_pos_offset: Any
 
 
+def opaque(difference: Expr) -> Expr:
+    """Return an int32 difference such that no comparison of a hook's is solved for a part of it.
+
+    TVM moves terms across comparisons as if nothing overflowed, which a parameter near the largest
+    integer then does where the hook itself does not.
+    """
+    if not isinstance(difference, tirx.Sub):
+        return difference
+    wide = (tirx.Cast("int64", term) for term in (difference.a, difference.b))
+    return tirx.Cast("int32", tirx.Sub(*wide))
+
+
 @dataclass(frozen=True)
 class Rows:
     """Fused query rows of one (request, KV head): row ``r`` is token ``r // G``, head ``r % G``."""
@@ -104,7 +116,7 @@ class Rows:
         return {
             "batch": self.request,
             "kv_head": self.kv_head,
-            "qo_len": self.qo_len,
+            "qo_len": opaque(self.qo_len),
             "kv_len": self.kv_len,
         }
 
