@@ -77,6 +77,8 @@ class HostLibrary:
         arguments in the kernel's order, ``call`` calls the kernel with them.
     folder : Path
         For files.
+    options : sequence of str
+        More of them for the compiler.
 
     Attributes
     ----------
@@ -87,7 +89,13 @@ class HostLibrary:
     """
 
     def __init__(
-        self, body: str, name: str, before: Sequence[str], after: Sequence[str], folder: Path
+        self,
+        body: str,
+        name: str,
+        before: Sequence[str],
+        after: Sequence[str],
+        folder: Path,
+        options: Sequence[str] = (),
     ):
         body = SHARED.sub(r"uchar* \1 = shared_memory;", body)
         [signature, *_] = re.findall(rf"{name}\((.*?)\)", body)
@@ -102,9 +110,10 @@ class HostLibrary:
         own.append(f"static void call() {{ {name}({call}); }}")
         path = Path(tempfile.mkdtemp(dir=folder)) / "kernel.cpp"
         path.write_text("\n".join([*before, body, *own, *after]))
-        options = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
+        usual = "-O1 -w -shared -fPIC -std=c++17 -fno-strict-aliasing -fcf-protection=none"
         library = path.with_suffix(".so")
-        command = ["g++", *options.split(), "-fno-stack-protector", "-o", str(library), str(path)]
+        files = ("-o", str(library), str(path))
+        command = ["g++", *usual.split(), "-fno-stack-protector", *files, *options]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         self.functions = ctypes.CDLL(str(library))

@@ -26,7 +26,10 @@ static int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static int __popc(uint word) { return __builtin_popcount(word); }
 
 static Dim threadIdx, blockIdx;
-alignas(1024) static uchar shared_memory[232448];
+#ifndef MOST_SHARED_BYTES
+#define MOST_SHARED_BYTES 232448
+#endif
+alignas(1024) static uchar shared_memory[MOST_SHARED_BYTES];
 
 static const int WARP = 32;
 static void (*kernel)();

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -24,7 +25,7 @@ WARP = 32
 REPORT_BYTES, SECONDS = 1 << 14, 60
 """Room for a report, and how long a launch may take of a processor."""
 DEVICE = r"(?:__forceinline__ __device__|__device__ __forceinline__)"
-FUNCTION = re.compile(rf"^{DEVICE} ([\w ]+?[ *]+)(\w+)\(([^)]*)\) {{(.*?)}}$", re.M | re.S)
+FUNCTION = re.compile(rf"^{DEVICE} ([\w ]+?[ *]+)(\w+)\(([^)]*)\) {{(.*?(?:\n|; ))}}$", re.M | re.S)
 
 STANDS_IN = {
     r"mbarrier_init_init_shared_b64": "begin_mbarrier({all});",
@@ -199,11 +200,13 @@ def bytes_of(tensor: torch.Tensor) -> int:
     )
 
 
-def stand_ins(source: str) -> Iterator[str]:
+def stand_ins(
+    source: str, table: Mapping[str, str | None] = MappingProxyType(STANDS_IN)
+) -> Iterator[str]:
     """Yield the functions that a kernel calls, in C++: instructions by what stands in for them."""
     before = source[: source.index('extern "C" __global__')]
     for result, name, parameters, body in FUNCTION.findall(before):
-        if (made := _stand_in(name, parameters)) is not None:
+        if (made := _stand_in(name, parameters, table)) is not None:
             yield f"static inline {result}{name}({parameters}) {{ {made} }}" if made != "-" else ""
         elif "asm" in body:
             raise AssertionError(f"nothing stands in for {name}")
@@ -211,13 +214,13 @@ def stand_ins(source: str) -> Iterator[str]:
             yield f"static inline {result}{name}({parameters}) {{{body}}}"
 
 
-def _stand_in(name: str, parameters: str) -> str | None:
+def _stand_in(name: str, parameters: str, table: Mapping[str, str | None]) -> str | None:
     """Return what a function does; None if that is what it says, "-" if it is left out."""
     names = [parameter.split()[-1].lstrip("*&") for parameter in parameters.split(",") if parameter]
     short = re.sub(r"^tvm_builtin_(ptx|cuda)_", "", name)
     if product := PRODUCT.fullmatch(short):
         return _product(product, names)
-    for pattern, made in STANDS_IN.items():
+    for pattern, made in table.items():
         if found := re.fullmatch(pattern, short):
             return "-" if made is None else found.expand(_filled(made, names))
     return None
@@ -230,6 +233,7 @@ def _filled(made: str, names: list[str]) -> str:
         all=", ".join(names),
         last=names[-1] if names else "",
         rest=", ".join(names[1:]),
+        values=", ".join(names[2:]),
         middle=", ".join(names[2:-1]),
         middle0=", ".join(names[1:-1]),
         references=", ".join(f"&{name}" for name in names[:-1]),
