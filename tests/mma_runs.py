@@ -131,7 +131,7 @@ class MmaWork:
             "size": self.case.cluster,
             "follows": 0,
             "window_left_": cases.WINDOW,
-            "logits_soft_cap": cases.CAP,
+            "logits_soft_cap_": cases.CAP,
         }
         return {**described(tensors), **factors, **told, **self._bits()}
 
