@@ -118,20 +118,20 @@ class MmaWork:
         """Return arguments by parameter, but for results; arrays stay from launch to launch."""
         spec, tile = self.case.spec, self.case.tile
         k, v = (self._as_pages(cache) for cache in self.batch.kv)
-        slots, ones = max(int(self.lists["merge_indptr"][-1]), 1), torch.ones(spec.num_kv_heads)
+        slots = max(int(self.lists["merge_indptr"][-1]), 1)
         tensors = {
             **(self.lists | self._indices() | {"q": self.batch.q, "k": k, "v": v}),
             "partial_o": torch.full((slots, tile.rows, spec.dim_vo), torch.nan),
             "partial_lse": torch.full((slots, tile.rows), torch.nan),
             "arrivals": torch.zeros(slots * self.case.cluster, dtype=torch.int32),
-            **({"k_scale": ones, "v_scale": ones} | self.batch.scales),
+            **{name: self._scale(name) for name in ("k_scale", "v_scale")},
         }
         factors = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "q_scale": 1.0, "lse_scale": 1.0}
         told = {
             "size": self.case.cluster,
             "follows": 0,
             "window_left_": cases.WINDOW,
-            "logits_soft_cap": cases.CAP,
+            "logits_soft_cap_": cases.CAP,
         }
         return {**described(tensors), **factors, **told, **self._bits()}
 
@@ -159,6 +159,11 @@ class MmaWork:
         offsets = (fmt.kv_len - fmt.qo_len, torch.zeros_like(fmt.kv_len))
         arrays = (fmt.qo_indptr, fmt.kv_indptr, indices, fmt.kv_len, *offsets)
         return {name: a.int().contiguous() for name, a in zip(BATCH, arrays, strict=True)}
+
+    def _scale(self, name: str) -> torch.Tensor:
+        """Return the scales of heads."""
+        scale = self.batch.scales.get(name)
+        return torch.ones(self.case.spec.num_kv_heads) if scale is None else torch.as_tensor(scale)
 
     def _bits(self) -> dict[str, torch.Tensor]:
         """Return the bits of a custom mask, if there is one."""
