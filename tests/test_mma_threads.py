@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -98,3 +99,9 @@ def test_what_nobody_waits_for_is_found(fault: int, decode: MmaKernel) -> None:
     with pytest.raises(StuckError, match=r"may be (reading|writing)|not waited for"):
         items.check(decode, [Schedule()])
     decode.have(0)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_widened_without_instructions_for_that(dtype: str, folder: Path) -> None:
+    case = MmaCase(replace(SHORT.spec, kv_dtype=dtype), "short")
+    case.work(case.draw([3], [40]), 1, 0).check(case.compile(folder), [Schedule()])

@@ -156,7 +156,7 @@ def store_shared_pair(address: Expr, low: Expr, high: Expr) -> Expr:
     return T.ptx["st.shared.v2.b32"](address, low, high)
 
 
-def byte_as_float(word: Expr, place: Expr, dtype: str) -> Expr:
-    """Return the float8 element that is a byte of a word, as float32."""
-    byte = tirx.Cast("uint8", tirx.shift_right(word, tirx.Cast("uint32", place * 8)))
-    return tirx.Cast("float32", tirx.reinterpret(dtype, byte))
+def half_as_float(pair: Expr, place: Expr) -> Expr:
+    """Return one of two float16 in a register as float32."""
+    half = tirx.Cast("uint16", tirx.shift_right(pair, tirx.Cast("uint32", place * 16)))
+    return tirx.Cast("float32", tirx.reinterpret("float16", half))

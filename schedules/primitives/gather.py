@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm_attn.schedules.primitives.addresses import AddressedCopy, address_of, note_row
 from tvm_attn.schedules.primitives.cta import Cta
 from tvm_attn.schedules.primitives.fragments import (
-    byte_as_float,
+    half_as_float,
     load_shared,
     load_word_if,
     pack,
@@ -21,6 +21,7 @@ from tvm_attn.schedules.primitives.fragments import (
 )
 from tvm_attn.schedules.primitives.shared import NOWHERE, SharedTiles
 from tvm_attn.schedules.primitives.staging import copy_rows
+from tvm_attn.schedules.primitives.widened import widen as widen_word
 from tvm_attn.tir.access import to_float
 from tvm_attn.variant import Expr
 
@@ -159,10 +160,12 @@ def widen(cta, ring, operand, s):
         d: T.let[T.int32] = at * BYTES_OF_A_WORD % ring.columns
         if at < turns:
             load_shared(word[0], ring.pointer(s % ring.stages, row, d))
+            widen_word(ring.dtype, word[0], pair[0], pair[1])
             for half in T.unroll(2):
-                low = T.meta_var(byte_as_float(word[0], 2 * half, ring.dtype))
-                high = T.meta_var(byte_as_float(word[0], 2 * half + 1, ring.dtype))
-                pack(cta.dtype, pair[half], low, high)
+                if cta.dtype != "float16":
+                    low = T.meta_var(half_as_float(pair[half], 0))
+                    high = T.meta_var(half_as_float(pair[half], 1))
+                    pack(cta.dtype, pair[half], low, high)
             store_shared_pair(operand.pointer(0, row, d), pair[0], pair[1])
 
 
