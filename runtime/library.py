@@ -51,7 +51,7 @@ class Library:
                 ctypes.CDLL(str(path), mode=os.RTLD_NOW)  # what it lacks is said, not died of later
                 self._module = tvm_ffi.load_module(str(path))
         except Exception as error:
-            why = str(error).removeprefix(f"{path}: ")
+            why = str(error).rpartition("host.so: ")[2]
             raise ArtifactError(f"the shared library cannot be loaded: {why}") from error
         self._functions: dict[str, Callable[..., Any]] = {}
         self._on_gpu = bool(devices)
