@@ -301,6 +301,8 @@ def check_tensor(
         raise ShapeError(f"{name} has shape {tuple(given)}, expected ({wanted})")
     if tensor.device != device:
         raise elsewhere(name, tensor, device)
+    if tensor.layout is not torch.strided:
+        raise ShapeError(f"{name} is {tensor.layout}; pass {name}.to_dense()")
     if not _has_memory(tensor):
         raise ShapeError(
             f"{name} has no memory that a kernel could use: it is a {type(tensor).__name__} that "
@@ -310,8 +312,6 @@ def check_tensor(
         return
     if contiguous:
         raise ShapeError(f"{name} must be contiguous; pass {name}.contiguous()")
-    if tensor.layout is not torch.strided:
-        raise ShapeError(f"{name} is {tensor.layout}; pass {name}.to_dense()")
     if tensor.stride(-1) != 1 and given[-1] != 1:
         raise ShapeError(
             f"{name} has innermost stride {tensor.stride(-1)}, expected 1; pass {name}.contiguous()"
@@ -320,7 +320,7 @@ def check_tensor(
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
-        return bool(tensor.data_ptr()) or not tensor.numel()
+        return bool(tensor.data_ptr()) or not tensor.numel() or tensor.is_meta
     except RuntimeError:
         return False
 
