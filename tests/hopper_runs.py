@@ -127,31 +127,18 @@ class Work:
     def _arguments(self, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
         """Return arguments by parameter."""
         spec, tile = self.case.spec, self.case.tile
-        k, v = (self._as_pages(cache) for cache in self.batch.kv)
+        k, v = as_pages(self.batch)
         strided = dict(zip(STRIDED, (self.batch.q, k, v, out, lse), strict=True))
         slots, ones = int(self.lists["merge_indptr"][-1]), torch.ones(spec.num_kv_heads)
         tensors = {
-            **(strided | self._indices() | self.lists),
+            **(strided | batch_arrays(self.batch) | self.lists),
             "partial_o": torch.full((slots, tile.rows, spec.dim_vo), torch.nan),
             "partial_lse": torch.full((slots, tile.rows), torch.nan),
             "arrivals": torch.zeros(len(self.lists["merge_items"]), dtype=torch.int32),
             **{"k_scale": ones, "v_scale": ones},
         }
-        given: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            given.update({f"{name}_size{i}": size for i, size in enumerate(tensor.shape)})
-            given.update({f"{name}_stride{i}": size for i, size in enumerate(tensor.stride())})
         factors = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "q_scale": 1.0, "lse_scale": 1.0}
-        return {**given, **factors, **self._maps(strided)}
-
-    def _indices(self) -> dict[str, torch.Tensor]:
-        """Return the arrays of the batch."""
-        fmt = self.batch.fmt
-        none = torch.zeros(0, dtype=torch.int32)
-        indices = none if fmt.kv_indices is None else fmt.kv_indices
-        offsets = (fmt.kv_len - fmt.qo_len, torch.zeros_like(fmt.kv_len))
-        arrays = (fmt.qo_indptr, fmt.kv_indptr, indices, fmt.kv_len, *offsets)
-        return {name: a.int().contiguous() for name, a in zip(BATCH, arrays, strict=True)}
+        return {**described(tensors), **factors, **self._maps(strided)}
 
     def _maps(self, strided: dict[str, torch.Tensor]) -> dict[str, TensorMap]:
         """Return the maps of what is copied in boxes."""
@@ -166,9 +153,30 @@ class Work:
             maps.update({n: TensorMap.of(strided[n], dims, block) for n in ("k", "v")})
         return {f"{name}_map": map for name, map in maps.items()}
 
-    def _as_pages(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return K or V with an axis of pages; ragged ones have pages of one token."""
-        if self.case.spec.is_paged:
-            return cache
-        is_hnd = self.case.spec.kv_layout == "HND"
-        return (cache.transpose(0, 1) if is_hnd else cache).unsqueeze(2 if is_hnd else 1)
+
+def batch_arrays(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return what says where a batch's tokens are, by parameter."""
+    fmt = batch.fmt
+    indices = torch.zeros(1) if fmt.kv_indices is None else fmt.kv_indices
+    offsets = (fmt.kv_len - fmt.qo_len, torch.zeros_like(fmt.kv_len))
+    arrays = (fmt.qo_indptr, fmt.kv_indptr, indices, fmt.kv_len, *offsets)
+    return {name: a.int().contiguous() for name, a in zip(BATCH, arrays, strict=True)}
+
+
+def as_pages(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Return K and V with an axis of pages; ragged ones have pages of one token."""
+    if batch.spec.is_paged:
+        return tuple(batch.kv)
+    is_hnd = batch.spec.kv_layout == "HND"
+    return tuple(
+        (x.transpose(0, 1) if is_hnd else x).unsqueeze(2 if is_hnd else 1) for x in batch.kv
+    )
+
+
+def described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors, their sizes and their strides, by parameter."""
+    given: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        given.update({f"{name}_size{i}": size for i, size in enumerate(tensor.shape)})
+        given.update({f"{name}_stride{i}": size for i, size in enumerate(tensor.stride())})
+    return given

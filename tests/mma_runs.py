@@ -17,10 +17,9 @@ from tests import cases
 from tests.accuracy import State, assert_states_accurate
 from tests.batches import Batch, random_batch
 from tests.generating import GeneratedKernel, generate_kernel
-from tests.hopper_runs import WORK
+from tests.hopper_runs import WORK, as_pages, batch_arrays, described
 from tests.hopper_threads import Schedule
 from tests.mma_threads import MmaKernel
-from tvm_attn.runtime.plan import BATCH
 from tvm_attn.schedules.families import tiles_to_try
 from tvm_attn.schedules.tiles_cuda import CudaTile, Kind
 from tvm_attn.spec import AttentionSpec
@@ -117,10 +116,10 @@ class MmaWork:
     def arguments(self) -> dict[str, Any]:
         """Return arguments by parameter, but for results; arrays stay from launch to launch."""
         spec, tile = self.case.spec, self.case.tile
-        k, v = (self._as_pages(cache) for cache in self.batch.kv)
+        k, v = as_pages(self.batch)
         slots = max(int(self.lists["merge_indptr"][-1]), 1)
         tensors = {
-            **(self.lists | self._indices() | {"q": self.batch.q, "k": k, "v": v}),
+            **(self.lists | batch_arrays(self.batch) | {"q": self.batch.q, "k": k, "v": v}),
             "partial_o": torch.full((slots, tile.rows, spec.dim_vo), torch.nan),
             "partial_lse": torch.full((slots, tile.rows), torch.nan),
             "arrivals": torch.zeros(slots * self.case.cluster, dtype=torch.int32),
@@ -152,14 +151,6 @@ class MmaWork:
                 assert a is not None and b is not None
                 assert torch.equal(a, b), f"{name} is another one by {schedule}"
 
-    def _indices(self) -> dict[str, torch.Tensor]:
-        """Return what says where the batch's tokens are."""
-        fmt = self.batch.fmt
-        indices = torch.zeros(1) if fmt.kv_indices is None else fmt.kv_indices
-        offsets = (fmt.kv_len - fmt.qo_len, torch.zeros_like(fmt.kv_len))
-        arrays = (fmt.qo_indptr, fmt.kv_indptr, indices, fmt.kv_len, *offsets)
-        return {name: a.int().contiguous() for name, a in zip(BATCH, arrays, strict=True)}
-
     def _scale(self, name: str) -> torch.Tensor:
         """Return the scales of heads."""
         scale = self.batch.scales.get(name)
@@ -177,19 +168,3 @@ class MmaWork:
         bits = torch.from_numpy(np.concatenate([*packed, np.full(READ_BEYOND, 255, np.uint8)]))
         indptr = torch.tensor([0, *accumulate(map(len, packed))])
         return {"custom_mask_ptr": bits, "custom_mask__indptr_ptr": indptr}
-
-    def _as_pages(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return K or V with an axis of pages; ragged ones have pages of one token."""
-        if self.case.spec.is_paged:
-            return cache
-        is_hnd = self.case.spec.kv_layout == "HND"
-        return (cache.transpose(0, 1) if is_hnd else cache).unsqueeze(2 if is_hnd else 1)
-
-
-def described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors, their sizes and their strides, by parameter."""
-    given: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        given.update({f"{name}_size{i}": size for i, size in enumerate(tensor.shape)})
-        given.update({f"{name}_stride{i}": size for i, size in enumerate(tensor.stride())})
-    return given
