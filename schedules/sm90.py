@@ -31,7 +31,7 @@ from tvm_attn.schedules.primitives.hopper.feeding import (
     first_block,
     last_block,
 )
-from tvm_attn.schedules.primitives.hopper.items import known_parity
+from tvm_attn.schedules.primitives.hopper.items import wait_for_item
 from tvm_attn.schedules.primitives.hopper.multiply import (
     begin_pv,
     begin_qk,
@@ -209,7 +209,7 @@ def attend(cta, group, given, arrivals, t0, end):
         set_rows_aside(cta)
         if t + 1 < end:
             parity = T.bitwise_xor(parity, 1)
-            cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+            wait_for_item(cta, t + 1, t0)
             go_to_last_block(cta, group, following)
             factor = score_factor(cta, following)
             take_queries(cta, group, parity)

@@ -14,10 +14,10 @@ from tvm_attn.schedules.primitives.hopper.barriers import Cursor, Pipe, advance
 from tvm_attn.schedules.primitives.hopper.boxes import Boxes
 from tvm_attn.schedules.primitives.hopper.gathering import Gathered
 from tvm_attn.schedules.primitives.hopper.items import (
-    known_parity,
     meet_first_items,
     meet_next_item,
     task_access,
+    wait_for_item,
 )
 from tvm_attn.schedules.primitives.hopper.tensor_maps import TensorMap
 from tvm_attn.schedules.primitives.task import Task, in_registers
@@ -163,7 +163,7 @@ def feed_items(feed, batch, t0, end):
     cta = T.meta_var(feed.cta)
     t: T.int32 = t0
     while t < end:
-        cta.shared.known.wait(known_parity(cta, t, t0), t % cta.tile.tasks)
+        wait_for_item(cta, t, t0)
         feed_blocks(feed, batch, t, 0)
         t = t + 1
 

@@ -20,9 +20,10 @@ from tvm_attn.tir.access import CacheAccess
 from tvm_attn.variant import Expr
 
 
-def known_parity(cta: Cta, t: Expr, t0: Expr) -> Expr:
-    """Parity of the phase in which item `t` becomes known, of a queue that begins with `t0`."""
-    return tirx.bitwise_and(tirx.floordiv(t - t0, cta.tile.tasks), 1)
+def wait_for_item(cta: Cta, t: Expr, t0: Expr) -> Expr:
+    """Wait until item `t` is known, of a queue that begins with `t0`."""
+    parity = tirx.bitwise_and(tirx.floordiv(t - t0, cta.tile.tasks), 1)
+    return cta.shared.known.wait(parity, t % cta.tile.tasks)
 
 
 def task_access(cta: Cta, task: Task, batch: Any, cache: Any) -> TaskAccess:

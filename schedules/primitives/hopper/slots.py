@@ -19,7 +19,7 @@ from tvm_attn.schedules.primitives.fragments import of_lane
 from tvm_attn.schedules.primitives.gather import offset
 from tvm_attn.schedules.primitives.hopper.barriers import publish_to_copies
 from tvm_attn.schedules.primitives.hopper.feeding import feed_blocks, feed_last_block
-from tvm_attn.schedules.primitives.hopper.items import known_parity
+from tvm_attn.schedules.primitives.hopper.items import wait_for_item
 from tvm_attn.schedules.primitives.hopper.shared import tile_index
 from tvm_attn.schedules.primitives.hopper.tensor_maps import (
     TensorMap,
@@ -254,7 +254,7 @@ def take_turns(cta, given, maps, each, feed, t0, end):
     each(lambda index: T.evaluate(shared.outputs.wait(0, index)))
     while t < end:
         if t + 1 < end:
-            shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+            wait_for_item(cta, t + 1, t0)
             each(lambda i: begin_queries(cta, given, maps, i, slot(i, parity), t + 1))
         else:
             each(lambda i: end_queries(cta, i))
@@ -272,7 +272,7 @@ def follow_taken(cta, given, maps, each, t, t0, end):
     """Once the queries of item `t` have been taken, begin to copy those of the next one."""
     if t + 1 < end:
         taken, parity = T.meta_var((cta.shared.taken, T.bitwise_and(t - t0, 1)))
-        cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+        wait_for_item(cta, t + 1, t0)
         each(lambda index: replace_queries(cta, given, maps, index, t + 1, taken, parity))
 
 
@@ -297,7 +297,7 @@ def keep_queries(cta, given, maps, each, feed, t0, end):
     t: T.int32 = t0
     while t < end:
         if t + 1 < end:
-            cta.shared.known.wait(known_parity(cta, t + 1, t0), (t + 1) % cta.tile.tasks)
+            wait_for_item(cta, t + 1, t0)
         feed_blocks(feed, given.batch, t, 1)
         if t + 1 < end:
             done, parity = T.meta_var((cta.shared.outputs, T.bitwise_and(t - t0, 1)))
