@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -144,3 +144,18 @@ def test_rows_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
         "paged     B8 S2048 32/8 d128 causal page1",
         "paged     B2 S8192 32/8 d128 causal page1",
     ]
+
+
+def test_kernels_are_built_by_the_schedule_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[tuple[list[object], str | None]] = []
+
+    def build_many(requests: Iterable[object], *, schedule: str | None = None) -> None:
+        built.append((list(requests), schedule))
+
+    monkeypatch.setattr(pipeline, "build_many", build_many)
+    monkeypatch.setattr(pipeline, "build", lambda *request, schedule: ([request], schedule))
+    found: object = prefill.builder([SMALL], "cuda -arch=sm_90a", "sm80")(SMALL)
+    assert built == [found]
+    assert built[0][1] == "sm80"

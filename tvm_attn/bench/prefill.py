@@ -205,7 +205,7 @@ def builder(chosen: list[Row], target: str, schedule: str | None) -> Build:
             if each is row or has_plain(row):
                 spec = spec_of(each)
                 wanted[spec, each.variant] = (spec, VARIANTS[each.variant](spec), target)
-    pipeline.build_many(wanted.values())
+    pipeline.build_many(wanted.values(), schedule=schedule)
     return lambda row: pipeline.build(
         *wanted[spec_of(row), row.variant],
         schedule=schedule,
