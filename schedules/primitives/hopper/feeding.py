@@ -159,12 +159,18 @@ def feed_blocks(feed, batch, t, fed):
 
 @T.inline
 def feed_items(feed, batch, t0, end):
-    """Feed the blocks of all items, as they become known."""
+    """Feed the blocks of all items, as they become known.
+
+    Of ragged values one lane alone copies. It meets the others, which have read the item as well:
+    they tell nobody that another item may take its place.
+    """
     cta = T.meta_var(feed.cta)
     t: T.int32 = t0
     while t < end:
         wait_for_item(cta, t, t0)
         feed_blocks(feed, batch, t, 0)
+        if not cta.spec.is_paged:
+            T.cuda.warp_sync()
         t = t + 1
 
 
