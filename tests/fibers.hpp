@@ -14,6 +14,7 @@ using std::min;
 #define __launch_bounds__(...)
 #define __restrict__
 #define __grid_constant__
+#define UNSEEN __attribute__((no_sanitize("thread")))  // by what watches accesses
 #define uint unsigned int
 #define uchar unsigned char
 #define ushort unsigned short

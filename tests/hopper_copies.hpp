@@ -16,6 +16,11 @@ struct Box {
   uint shared, barrier;
   bool is_store;
   std::vector<uint> words;  // of a store to another CTA, which has nothing else of a box
+
+  int64_t rows() const {
+    return std::accumulate(map.box + 1, map.box + map.rank, (int64_t)1, std::multiplies<>());
+  }
+  int64_t bytes() const { return rows() * map.box[0] * 2; }
 };
 struct Span {
   const uchar *begin, *end;
@@ -61,11 +66,9 @@ static void begin_load(uint to, const void *map, std::initializer_list<int> at, 
   Box box = {*(const CUtensorMap *)map, {}, current, to, barrier, false};
   EXPECT((int64_t)at.size() == box.map.rank, "a map of %d dimensions", (int)box.map.rank);
   std::copy(at.begin(), at.end(), box.at);
-  int64_t bytes = 2;
-  for (int i = 0; i < box.map.rank; i++) bytes *= box.map.box[i];
   EXPECT(to % 128 == 0, "a box at %u", to);
   mbarrier(barrier);
-  memset(shared_pointer(to, bytes), 0xFF, bytes);
+  memset(shared_pointer(to, box.bytes()), 0xFF, box.bytes());
   boxes.push_back(box);
 }
 static void begin_store(const void *map, std::initializer_list<int> at, uint from) {
@@ -81,19 +84,16 @@ static void close_stores() {
 }
 static void wait_for_stores() { wait_as(AT_STORES); }
 
-static void (*when_stored)(const Box &);
 static void store_in_peer(const Box &box) {
   uint bytes = 4 * box.words.size();
   memcpy(shared_pointer(box.shared, bytes), box.words.data(), bytes);
-  when_stored(box);
   bytes_came(box.barrier, bytes);
 }
 // Copy a box, row by row of 128 bytes, whose 16-byte chunks are swizzled in shared memory.
-static void copy_box(const Box &box) {
+UNSEEN static void copy_box(const Box &box) {
   if (!box.words.empty()) return store_in_peer(box);
   const CUtensorMap &map = box.map;
-  int64_t rows = 1, bytes = map.box[0] * 2;
-  for (int i = 1; i < map.rank; i++) rows *= map.box[i];
+  int64_t rows = box.rows(), bytes = map.box[0] * 2;
   for (int64_t row = 0; row < rows; row++) {
     int64_t rest = row;
     uchar *place = map.base;
@@ -126,7 +126,7 @@ static void copy_box(const Box &box) {
 }
 
 static bool are_copies_under_way() { return !copiers.empty() || !boxes.empty(); }
-static void finish_copies(int place) {
+UNSEEN static void finish_copies(int place) {
   int t = copiers[place];
   bool all = chance() % 2;
   while (!copies[t].empty()) {

@@ -117,51 +117,64 @@ static void encode_descriptor(uint64_t *descriptor, void *to, int leading, int e
   *descriptor = (uint64_t)(shared_address(to) >> 4) | (uint64_t)leading << 16 |
                 (uint64_t)eight_rows << 32 | (uint64_t)1 << 62;
 }
-// 8 neighbouring elements.
-static const uint16_t *chunk(uint64_t descriptor, uint offset, int warp) {
+// Where 8 neighbouring elements are.
+static uint chunk(uint64_t descriptor, uint offset) {
   uint address = ((descriptor & 0x3fff) << 4) + offset;
-  address ^= (address >> 7 & 7) << 4;
-  expect_visible(address, warp * WARP, (warp + 1) * WARP);
-  return (const uint16_t *)shared_pointer(address, 16);
+  return address ^ (address >> 7 & 7) << 4;
 }
 static uint leading_bytes(uint64_t descriptor) { return (descriptor >> 16 & 0x3fff) << 4; }
 static uint eight_rows_bytes(uint64_t descriptor) { return (descriptor >> 32 & 0x3fff) << 4; }
 
-__attribute__((target_clones("avx2", "default"), optimize("O3"))) static void
+__attribute__((target_clones("avx2", "default"), optimize("O3"))) UNSEEN static void
 multiply(const float (*left)[16], const float *right, float (*out)[256], int columns) {
   for (int row = 0; row < 16; row++)
     for (int k = 0; k < 16; k++)
       for (int n = 0; n < columns; n++) out[row][n] += left[row][k] * right[k * 256 + n];
 }
 
-// The right operand: element (k, n) is in row n if rows are multiplied, else in row k.
-static void read_right(const Product &product, int warp, float *right) {
+// The right operand by chunks, given an address and the first k and n: element (k, n) is in row n
+// if rows are multiplied, else in row k.
+template <class F> UNSEEN static void for_right(const Product &product, F act) {
   uint leading = leading_bytes(product.right), eight = eight_rows_bytes(product.right);
-  auto read = [&](uint offset, float *to, int step) {
-    const uint16_t *from = chunk(product.right, offset, warp);
-    for (int i = 0; i < 8; i++) to[i * step] = to_float(from[i], product.is_bfloat);
-  };
   if (product.rows_of_right) {
     for (int n = 0; n < product.columns; n++)
       for (int k = 0; k < 16; k += 8)
-        read(n / 8 * eight + n % 8 * 128 + k * 2, right + k * 256 + n, 256);
+        act(chunk(product.right, n / 8 * eight + n % 8 * 128 + k * 2), k, n);
   } else {
     for (int k = 0; k < 16; k++)
       for (int n = 0; n < product.columns; n += 8)
-        read(n / 64 * leading + k / 8 * eight + k % 8 * 128 + n % 64 * 2, right + k * 256 + n, 1);
+        act(chunk(product.right, n / 64 * leading + k / 8 * eight + k % 8 * 128 + n % 64 * 2), k, n);
   }
 }
+// A warp's rows of a left operand in shared memory, as well.
+template <class F> UNSEEN static void for_left(const Product &product, int warp, F act) {
+  uint eight = eight_rows_bytes(product.left);
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k += 8) {
+      int place = warp % 4 * 16 + row;
+      act(chunk(product.left, place / 8 * eight + place % 8 * 128 + k * 2), row, k);
+    }
+}
+UNSEEN static void read_chunk(const Product &product, int warp, uint address, float *to, int step) {
+  const uint16_t *from = (const uint16_t *)shared_pointer(address, 16);
+  expect_visible(address, warp * WARP, (warp + 1) * WARP);
+  for (int i = 0; i < 8; i++) to[i * step] = to_float(from[i], product.is_bfloat);
+}
+static void read_right(const Product &product, int warp, float *right) {
+  int step = product.rows_of_right ? 256 : 1;
+  for_right(product, [=](uint address, int k, int n) {
+    read_chunk(product, warp, address, right + k * 256 + n, step);
+  });
+}
 static void read_left(const Product &product, int warp, float (*left)[16]) {
+  if (product.left_is_shared)
+    return for_left(product, warp, [=](uint address, int row, int k) {
+      read_chunk(product, warp, address, left[row] + k, 1);
+    });
   for (int row = 0; row < 16; row++)
     for (int k = 0; k < 16; k++) {
-      int lane = row % 8 * 4 + k % 8 / 2, word = row / 8 + k / 8 * 2;
-      uint16_t bits = product.words[lane][word] >> k % 2 * 16;
-      if (product.left_is_shared) {
-        int place = warp % 4 * 16 + row;
-        uint eight = eight_rows_bytes(product.left);
-        bits = chunk(product.left, place / 8 * eight + place % 8 * 128 + k / 8 * 16, warp)[k % 8];
-      }
-      left[row][k] = to_float(bits, product.is_bfloat);
+      uint word = product.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      left[row][k] = to_float(word >> k % 2 * 16, product.is_bfloat);
     }
 }
 static float accumulators[16][256];

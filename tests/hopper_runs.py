@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,19 +40,22 @@ class HopperCase:
     spec: AttentionSpec
     tile: HopperTile
 
+    @functools.cache  # noqa: B019
     def generate(self) -> GeneratedKernel:
         """Generate its source."""
         variant = cases.variant(MASK, self.spec)
         return generate_kernel(self.spec, variant, self.tile, parse_target("cuda -arch=sm_90"))
 
     def compile(
-        self, folder: Path, edit: Callable[[str], str] = lambda source: source
+        self,
+        folder: Path,
+        edit: Callable[[str], str] = lambda source: source,
+        kind: type[HopperKernel] = HopperKernel,
     ) -> HopperKernel:
         """Compile it for the host, with an edit of its source."""
         made = self.generate()
-        return HopperKernel(
-            GeneratedKernel(edit(made.source), made.threads, made.shared_bytes), folder
-        )
+        edited = GeneratedKernel(edit(made.source), made.threads, made.shared_bytes)
+        return kind(edited, folder)
 
     def work(self, batch: Batch, num_ctas: int, split: int) -> Work:
         """Deal a batch to CTAs: units in pieces of so many keys, one after the other."""

@@ -12,6 +12,8 @@
 #include <csignal>
 #include <cstdarg>
 #include <deque>
+#include <functional>
+#include <numeric>
 #include <sys/time.h>
 
 static const int WARPS = THREADS / WARP, COPIER = WARPS, AGENTS = WARPS + 1, NAMED = 16;
@@ -230,22 +232,24 @@ static Mbarrier &mbarrier(uint address) {
 static void begin_mbarrier(uint address, uint count) {
   *(Mbarrier *)shared_pointer(address, 8) = {count, count, 0, 1, 0};
 }
-static void complete(Mbarrier &barrier) {
+static void (*when_complete)(uint);
+static void complete(uint address) {
+  Mbarrier &barrier = mbarrier(address);
   if (barrier.pending || barrier.bytes) return;
   barrier.pending = barrier.count;
   barrier.phase ^= 1;
+  if (when_complete) when_complete(address);
 }
 static void arrive_at(uint address, int bytes, uint arrivals = 1) {
   Mbarrier &barrier = mbarrier(address);
   EXPECT(barrier.pending >= arrivals, "too many arrive at the barrier at %u", address);
   barrier.bytes += bytes;
   barrier.pending -= arrivals;
-  complete(barrier);
+  complete(address);
 }
 static void bytes_came(uint address, int bytes) {
-  Mbarrier &barrier = mbarrier(address);
-  barrier.bytes -= bytes;
-  complete(barrier);
+  mbarrier(address).bytes -= bytes;
+  complete(address);
 }
 static void mbarrier_arrive(uint address, uint arrivals) {
   arrive_at(address, 0, arrivals);
@@ -255,12 +259,15 @@ static void mbarrier_expect(uint address, uint bytes) {
   arrive_at(address, bytes);
   let_others_go();
 }
-static void mbarrier_wait(void *pointer, int parity) {
+static void await_phase(void *pointer, int parity) {
   Thread &thread = threads[current];
   thread.word = shared_address(pointer);
   thread.parity = parity;
   mbarrier(thread.word);
   wait_as(AT_MBARRIER);
+}
+static void mbarrier_wait(void *pointer, int parity) {
+  await_phase(pointer, parity);
   let_others_go();
 }
 

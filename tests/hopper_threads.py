@@ -105,6 +105,10 @@ class TensorMap(ctypes.Structure):
             tensor.data_ptr(), len(dims), of_five(*sizes), of_five(*strides), of_five(*box)
         )
 
+    def at(self, base: int) -> TensorMap:
+        """Return the map of the same tensor elsewhere."""
+        return TensorMap(base, self.rank, self.sizes, self.strides, self.box)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -193,6 +197,8 @@ class HopperKernel:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return how many bytes of memory a tensor is spread over."""
+    if not tensor.numel():
+        return 0
     return (
         sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         * tensor.itemsize

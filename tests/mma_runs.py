@@ -19,7 +19,7 @@ from tests.batches import Batch, random_batch
 from tests.generating import GeneratedKernel, generate_kernel
 from tests.hopper_runs import WORK, as_pages, batch_arrays, described
 from tests.hopper_threads import Schedule
-from tests.mma_threads import MmaKernel
+from tests.watched_threads import WatchedKernel
 from tvm_attn.schedules.families import tiles_to_try
 from tvm_attn.schedules.tiles_cuda import CudaTile, Kind
 from tvm_attn.spec import AttentionSpec
@@ -55,11 +55,11 @@ class MmaCase:
 
     def compile(
         self, folder: Path, edit: Callable[[str], str] = lambda source: source
-    ) -> MmaKernel:
+    ) -> WatchedKernel:
         """Compile it for the host, with an edit of its source."""
         made = self.generate()
         edited = GeneratedKernel(edit(made.source), made.threads, made.shared_bytes)
-        return MmaKernel(edited, folder, cluster=self.cluster)
+        return WatchedKernel(edited, folder, cluster=self.cluster)
 
     def draw(self, qo_lens: Sequence[int], kv_lens: Sequence[int], seed: int = 0) -> Batch:
         """Draw a batch."""
@@ -134,7 +134,7 @@ class MmaWork:
         }
         return {**described(tensors), **factors, **told, **self._bits()}
 
-    def check(self, kernel: MmaKernel, schedules: Iterable[Schedule]) -> None:
+    def check(self, kernel: WatchedKernel, schedules: Iterable[Schedule]) -> None:
         """Run it on the same arrays by schedules; what is the first's result is the others'."""
         first: State | None = None
         for schedule in schedules:

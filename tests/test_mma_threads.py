@@ -13,7 +13,7 @@ import pytest
 from tests.cuda_threads import is_possible
 from tests.hopper_threads import Schedule, StuckError
 from tests.mma_runs import MmaCase, MmaWork
-from tests.mma_threads import MmaKernel
+from tests.watched_threads import WatchedKernel
 from tvm_attn.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="threads are fibers of x86-64")
@@ -44,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def decode(folder: Path) -> MmaKernel:
+def decode(folder: Path) -> WatchedKernel:
     return DECODE.compile(folder, with_faults)
 
 
 @pytest.fixture(scope="module")
-def short(folder: Path) -> MmaKernel:
+def short(folder: Path) -> WatchedKernel:
     return SHORT.compile(folder)
 
 
@@ -70,7 +70,7 @@ def attended() -> list[MmaWork]:
 
 @pytest.mark.parametrize("works", [decoded, attended])
 def test_no_order_of_warps_changes_anything(
-    works: Callable[[], list[MmaWork]], decode: MmaKernel, short: MmaKernel
+    works: Callable[[], list[MmaWork]], decode: WatchedKernel, short: WatchedKernel
 ) -> None:
     kernel = decode if works is decoded else short
     assert kernel.warps == WARPS
@@ -78,7 +78,7 @@ def test_no_order_of_warps_changes_anything(
         work.check(kernel, SCHEDULES)
 
 
-def test_a_plan_can_be_run_again(decode: MmaKernel) -> None:
+def test_a_plan_can_be_run_again(decode: WatchedKernel) -> None:
     """Counters are 0 again, and whichever CTA comes last merges the parts."""
     *_, pieces = decoded()
     pieces.check(decode, map(Schedule, range(6)))
@@ -93,7 +93,7 @@ def test_ctas_of_a_cluster_wait_for_one_another(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", range(1, len(LEFT_OUT) + 1))
-def test_what_nobody_waits_for_is_found(fault: int, decode: MmaKernel) -> None:
+def test_what_nobody_waits_for_is_found(fault: int, decode: WatchedKernel) -> None:
     items, _ = decoded()
     decode.have(fault)
     with pytest.raises(StuckError, match=r"may be (reading|writing)|not waited for"):

@@ -1,45 +1,43 @@
 // Who touched a word of memory, and whether that is known to have come before: by barriers.
 //
 // A thread knows its own past, and of others what they did before they met it: at `__syncwarp`, at
-// a barrier of the CTA, or by way of an atomic. Shuffles and votes order nothing. A copy has
-// written its words when the thread that began it has waited for it. A schedule does not matter.
+// a barrier, or by way of an atomic. Shuffles and votes order nothing. What goes on beside threads
+// has times of its own, which are known to who has waited for it: copies, and what is brought to a
+// barrier, have written their words then, products and stores of boxes have read theirs. A schedule
+// does not matter.
 #include <dlfcn.h>
 #include <map>
+#include <string>
 
-#define UNSEEN __attribute__((no_sanitize("thread")))
 #define SWIFT __attribute__((no_sanitize("thread"), optimize("O3")))
 #define SEEN __attribute__((no_sanitize("thread"), noinline))
 #define HERE ((const char *)__builtin_return_address(0))
 
-static const int WORDS = SHARED_BYTES / 4 + 1, MOST_CTAS = 64, GAP = 4096;
-static const int PEERS = THREADS, CLOCKS = THREADS + 1;  // stores of other CTAs have a clock, too
+static const int WORDS = SHARED_BYTES / 4 + 1, MOST_CTAS = 64, MOST_BARRIERS = 64, GAP = 4096;
+// Whose times there are: threads, what each of them copies, what warps multiply and what they store
+// in boxes, and what is brought to mbarriers.
+static const int COPIES = THREADS, PRODUCTS = 2 * THREADS, STORES = PRODUCTS + WARPS;
+static const int BROUGHT = STORES + WARPS, CLOCKS = BROUGHT + MOST_BARRIERS;
 
 struct Word {
   int when;  // of the writer's clock
   int writer, cta;
-  bool is_pending, is_barrier;
+  bool was_read, is_barrier;
   const char *where;
 };
-struct Begun {
-  uint to, bytes;
-};
-struct Released {
-  int clocks[CLOCKS];
-};
-// What is known of CTAs: how many of their releases.
-struct Known {
-  int releases[MOST_CTAS];
+// What is known: the time of each clock, and of CTAs how many of their releases.
+struct Past {
+  int clocks[CLOCKS], releases[MOST_CTAS];
 };
 
 static Word shared_words[WORDS];
-static int clocks[CLOCKS][CLOCKS], reads[WORDS][THREADS], base_clock, racing_cta;
-static const char *read_where[WORDS][THREADS];
-static Known known[THREADS];
-static std::deque<Begun> begun_copies[THREADS];
-static uint64_t waited_for[THREADS];
+static Past pasts[THREADS], carried[THREADS];  // by threads, and by what they have copied
+static int times[CLOCKS];  // but of threads
+static int reads[WORDS][THREADS], late_reads[WORDS][2 * WARPS], base_clock, racing_cta;
+static const char *read_where[WORDS][THREADS], *late_where[2 * WARPS];
 static std::vector<std::vector<Word>> global_words;
-static std::vector<Released> releases[MOST_CTAS];
-static std::map<const void *, Known> atomics;
+static std::vector<Past> releases[MOST_CTAS];
+static std::map<const void *, Past> atomics;
 static std::map<const uchar *, std::vector<Word>> same_words;
 static const uchar *arena_begin, *arena_end;
 
@@ -47,53 +45,93 @@ UNSEEN static unsigned long where_is(const char *where) {
   Dl_info info;
   return where && dladdr(where, &info) ? where - (const char *)info.dli_fbase - 1 : 0;
 }
-SWIFT static void join_clocks(int first, int count) {
-  static int all[CLOCKS], others[MOST_CTAS];
-  memset(all, 0, sizeof all);
-  memset(others, 0, sizeof others);
-  for (int t = first; t < first + count; t++) {
-    for (int i = 0; i < CLOCKS; i++) all[i] = all[i] > clocks[t][i] ? all[i] : clocks[t][i];
-    for (int i = 0; i < MOST_CTAS; i++)
-      others[i] = others[i] > known[t].releases[i] ? others[i] : known[t].releases[i];
-  }
-  for (int t = first; t < first + count; t++) {
-    memcpy(clocks[t], all, sizeof all);
-    memcpy(known[t].releases, others, sizeof others);
-  }
-  for (int t = first; t < first + count; t++) clocks[t][t]++;
+// Who has a clock, in words.
+UNSEEN static std::string name_of(int clock) {
+  auto name = [=](const char *what, int first) { return what + std::to_string(clock - first); };
+  if (clock >= BROUGHT) return name("what is brought to mbarrier ", BROUGHT);
+  if (clock >= STORES) return name("a store of warp ", STORES);
+  if (clock >= PRODUCTS) return name("products of warp ", PRODUCTS);
+  return clock >= COPIES ? name("a copy of thread ", COPIES) : name("thread ", 0);
 }
+SWIFT static void add_past(Past &to, const Past &from) {
+  for (int i = 0; i < CLOCKS; i++)
+    to.clocks[i] = to.clocks[i] > from.clocks[i] ? to.clocks[i] : from.clocks[i];
+  for (int i = 0; i < MOST_CTAS; i++)
+    to.releases[i] = to.releases[i] > from.releases[i] ? to.releases[i] : from.releases[i];
+}
+UNSEEN static int own_time() { return pasts[current].clocks[current]; }
+UNSEEN static void learn(int clock, int time) {
+  int &known = pasts[current].clocks[clock];
+  if (time > known) known = time;
+}
+// Show others what a thread knows; what it does from now on is not shown.
+UNSEEN static void show(Past &to, int thread) {
+  add_past(to, pasts[thread]);
+  pasts[thread].clocks[thread]++;
+}
+UNSEEN static void join_pasts(int first, int count) {
+  static Past all;
+  all = Past();
+  for (int t = first; t < first + count; t++) add_past(all, pasts[t]);
+  for (int t = first; t < first + count; t++) {
+    pasts[t] = all;
+    pasts[t].clocks[t]++;
+  }
+}
+// The clock of who may be reading a word, or -1.
 SWIFT static int reader_that_is_unknown(int word) {
-  const int *when = reads[word], *own = clocks[current];
+  const int *when = reads[word], *late = late_reads[word], *own = pasts[current].clocks;
   bool all = true;
   for (int i = 0; i < THREADS; i++) all &= when[i] <= own[i];
+  for (int i = 0; i < 2 * WARPS; i++) all &= late[i] <= own[PRODUCTS + i];
   for (int i = 0; i < THREADS && !all; i++)
     if (when[i] > own[i]) return i;
+  for (int i = 0; i < 2 * WARPS && !all; i++)
+    if (late[i] > own[PRODUCTS + i]) return PRODUCTS + i;
   return -1;
 }
 
-UNSEEN static void expect_written(const Word &word, uint address, const char *verb,
+UNSEEN static void expect_written(const Past &known, uint address, const char *verb,
                                   const char *where) {
-  EXPECT(!word.is_pending || word.cta != racing_cta,
-         "shared %u: %s at %#lx, while thread %d has not waited for the copy begun at %#lx",
-         address, verb, where_is(where), word.writer, where_is(word.where));
-  EXPECT(word.when <= clocks[current][word.writer],
-         "shared %u: %s at %#lx, but thread %d may be writing it at %#lx", address, verb,
-         where_is(where), word.writer, where_is(word.where));
+  const Word &word = shared_words[address / 4];
+  EXPECT(word.when <= known.clocks[word.writer],
+         "shared %u: %s at %#lx, but %s may be writing it at %#lx", address, verb,
+         where_is(where), name_of(word.writer).c_str(), where_is(word.where));
 }
 UNSEEN static void touch_shared(uint address, uint bytes, bool writes, const char *where) {
   for (uint i = address / 4; i <= (address + bytes - 1) / 4; i++) {
     Word &word = shared_words[i];
     if (word.is_barrier) continue;
-    expect_written(word, 4 * i, writes ? "written" : "read", where);
+    expect_written(pasts[current], 4 * i, writes ? "written" : "read", where);
     if (!writes) {
-      reads[i][current] = clocks[current][current];
+      word.was_read = true;
+      reads[i][current] = own_time();
       read_where[i][current] = where;
       continue;
     }
-    int reader = reader_that_is_unknown(i);
-    EXPECT(reader < 0, "shared %u: written at %#lx, but thread %d may be reading it at %#lx", 4 * i,
-           where_is(where), reader, where_is(read_where[i][reader]));
-    word = {clocks[current][current], current, racing_cta, false, false, where};
+    int reader = word.was_read ? reader_that_is_unknown(i) : -1;
+    EXPECT(reader < 0, "shared %u: written at %#lx, but %s may be reading it at %#lx", 4 * i,
+           where_is(where), name_of(reader).c_str(),
+           where_is(reader < PRODUCTS ? read_where[i][reader] : late_where[reader - PRODUCTS]));
+    word = {own_time(), current, racing_cta, false, false, where};
+  }
+}
+// What writes beside a thread may do so from now on, as nobody may look any more, up to a time.
+UNSEEN static void write_late(uint to, uint bytes, int clock, int time, const char *where) {
+  touch_shared(to, bytes, true, where);
+  for (uint i = to / 4; i < (to + bytes) / 4; i++) {
+    shared_words[i].writer = clock;
+    shared_words[i].when = time;
+  }
+}
+// What reads beside threads that know something may do so from now on, up to a time.
+UNSEEN static void read_late(uint from, uint bytes, const Past &known, int clock, int time,
+                             const char *where) {
+  late_where[clock - PRODUCTS] = where;
+  for (uint i = from / 4; i < (from + bytes) / 4; i++) {
+    expect_written(known, 4 * i, "read", where);
+    shared_words[i].was_read = true;
+    late_reads[i][clock - PRODUCTS] = time;
   }
 }
 // For what is read for sure: of plain reads, a compiler leaves out those that nothing comes of.
@@ -103,15 +141,15 @@ UNSEEN static void expect_something(uint address, uint bytes, const char *where)
            where_is(where));
 }
 UNSEEN static bool is_known(const Word &word) {
-  if (word.cta == racing_cta) return word.when <= clocks[current][word.writer];
-  int count = known[current].releases[word.cta];
+  if (word.cta == racing_cta) return word.when <= pasts[current].clocks[word.writer];
+  int count = pasts[current].releases[word.cta];
   return count && word.when <= releases[word.cta][count - 1].clocks[word.writer];
 }
 // Several threads may write the same: who reads has to know of one of them.
 UNSEEN static void touch_same(const uchar *at, const float *value, const char *where) {
   std::vector<Word> &writers = same_words[at];
   EXPECT(writers.empty() || !memcmp(at, value, 4), "another value at %#lx", where_is(where));
-  writers.push_back({clocks[current][current], current, racing_cta, false, false, where});
+  writers.push_back({own_time(), current, racing_cta, false, false, where});
 }
 UNSEEN static bool knows_of_one(const uchar *at) {
   for (const Word &word : same_words[at])
@@ -138,7 +176,7 @@ UNSEEN static void touch_global(const uchar *at, uint bytes, bool writes, const 
            "word %ld of array %ld: %s at %#lx, but thread %d of CTA %d may be writing it at %#lx",
            (long)i, (long)span, writes ? "written" : "read", where_is(where), words[i].writer,
            words[i].cta, where_is(words[i].where));
-    if (writes) words[i] = {clocks[current][current], current, racing_cta, false, false, where};
+    if (writes) words[i] = {own_time(), current, racing_cta, false, false, where};
   }
 }
 UNSEEN static void touch(const void *pointer, uint bytes, bool writes, const char *where) {
@@ -166,34 +204,23 @@ extern "C" SEEN void __tsan_func_entry(void *) {}
 extern "C" SEEN void __tsan_func_exit() {}
 extern "C" SEEN void __tsan_init() {}
 
-// Copies write when they begin, as nobody may look any more, and until they are waited for.
 UNSEEN static void note_copy(uint to, uint bytes, const char *where) {
-  touch_shared(to, bytes, true, where);
-  for (uint i = to / 4; i < (to + bytes) / 4; i++) shared_words[i].is_pending = true;
-  begun_copies[current].push_back({to, bytes});
+  int time = times[COPIES + current] = base_clock + threads[current].begun;
+  write_late(to, bytes, COPIES + current, time, where);
+  show(carried[current], current);
+  carried[current].clocks[COPIES + current] = time;
 }
-UNSEEN static void note_copied(uint64_t end) {
-  for (; waited_for[current] < end; waited_for[current]++) {
-    Begun copy = begun_copies[current].front();
-    begun_copies[current].pop_front();
-    for (uint i = copy.to / 4; i < (copy.to + copy.bytes) / 4; i++) {
-      shared_words[i].is_pending = false;
-      shared_words[i].when = clocks[current][current];
-    }
-  }
-}
+UNSEEN static void note_copied(uint64_t begun) { learn(COPIES + current, base_clock + begun); }
 // Release and acquire.
 UNSEEN static void note_atomic(const void *place) {
-  Released released;
-  memcpy(released.clocks, clocks[current], sizeof released.clocks);
-  releases[racing_cta].push_back(released);
-  Known &there = atomics[place], &own = known[current];
+  releases[racing_cta].push_back(pasts[current]);
+  Past &there = atomics[place], &own = pasts[current];
   for (int i = 0; i < MOST_CTAS; i++) {
     int more = own.releases[i] > there.releases[i] ? own.releases[i] : there.releases[i];
     own.releases[i] = there.releases[i] = more;
   }
   there.releases[racing_cta] = releases[racing_cta].size();
-  clocks[current][current]++;
+  own.clocks[current]++;
 }
 
 UNSEEN static void begin_races() {
@@ -212,15 +239,13 @@ UNSEEN static void begin_races() {
 // Clocks go on from CTA to CTA, so that nothing is left to clear but a few words.
 UNSEEN static void begin_cta() {
   racing_cta = blockIdx.x;
-  for (int t = 0; t < CLOCKS; t++)
-    if (clocks[t][t] > base_clock) base_clock = clocks[t][t];
+  for (int i = 0; i < CLOCKS; i++)
+    base_clock = std::max(base_clock, i < THREADS ? pasts[i].clocks[i] : times[i]);
+  std::fill(times, times + CLOCKS, base_clock);
   for (int t = 0; t < THREADS; t++) {
-    for (int i = 0; i < CLOCKS; i++) clocks[t][i] = base_clock;
-    clocks[t][t]++;
-    known[t] = Known();
-    begun_copies[t].clear();
-    waited_for[t] = 0;
+    pasts[t] = carried[t] = Past();
+    std::fill(pasts[t].clocks, pasts[t].clocks + CLOCKS, base_clock);
+    pasts[t].clocks[t]++;
   }
-  clocks[PEERS][PEERS] = base_clock;
   for (Word &word : shared_words) word = Word();
 }

@@ -1,4 +1,4 @@
-"""CUDA source of attention kernels with ``mma.sync``, run on the host and watched for races.
+"""CUDA source of attention kernels, run on the host and watched for races.
 
 As `hopper_threads`, whose schedules these are. Besides, the compiler calls a function before every
 load and store (as for a race detector), so that words of shared memory which one thread writes and
@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 from tests.cuda_threads import SHARED, Arguments, HostLibrary
-from tests.hopper_threads import STANDS_IN, HopperKernel, Schedule, StuckError, bytes_of, stand_ins
+from tests.hopper_threads import (
+    STANDS_IN,
+    HopperKernel,
+    Schedule,
+    StuckError,
+    TensorMap,
+    bytes_of,
+    stand_ins,
+)
 
 HEADER = Path(__file__).with_suffix(".hpp")
 GAP, ALIGNED = 8192, 1024
@@ -27,13 +35,26 @@ WATCHED = {
     r"atom_acq_rel_gpu_global_add_s32": "{0} = count_at((int*){1}, {2});",
     r"ld_global_\w+": "load_global(&{0}, {last}, 1);",
     r"ld_vec_global_v(\d)_\w+": r"auto* to = &{0}; load_global(to, {last}, \1);",
+    r"bar_sync_count_sync": "bar_sync_watched({all});",
+    r"bar_arrive_arrive": "bar_arrive_watched({all});",
     r"ld_shared_b32|ld_vec_shared_v\d_b32": "load_near({{ {references} }}, {last});",
     r"load_word_if": "if ({2}) load_global(&{0}, {1}, 1);",
     r"st_relaxed_gpu_global_f32": "store_same({all});",
     r"st_global_\w+|st_vec_global_v\d_\w+": "store_global({0}, {{ {rest} }});",
     r"st_vec_shared_v\d_\w+": "store_near({0}, {{ {rest} }});",
     r"mbarrier_init_init_shared_b64": "begin_watched_mbarrier({all});",
+    r"mbarrier_arrive_arrive_shared_b64": "arrive_watched({all});",
+    r"mbarrier_arrive_expect_tx_\w+_b64": "expect_watched({all});",
     r"mbarrier_wait": "wait_watched({all});",
+    r"cp_async_mbarrier_arrive_\w+_noinc_\w+": "arrive_watched_after_copies({all});",
+    r"cp_async_bulk_tensor_g2s_\w+": "load_watched({0}, {1}, {{ {middle} }}, {last});",
+    r"cp_async_bulk_tensor_s2g_\w+": "store_watched({0}, {{ {middle0} }}, {last});",
+    r"cp_async_bulk_commit_group_\w+": "close_watched_stores();",
+    r"cp_async_bulk_wait_group_\w+_read_0": "wait_for_watched_stores();",
+    r"stmatrix_sync_aligned_m8n8_x4_shared_b16": "store_watched_matrices({0}, {{ {rest} }});",
+    r"wgmma_fence_\w+": "order_watched_products();",
+    r"wgmma_commit_group_\w+": "close_watched_products();",
+    r"wgmma_wait_group_\w+_(\d)": r"wait_for_watched_products(\1);",
     r"barrier_cluster_arrive_\w+_release_aligned": "arrive_at_cluster(true);",
     r"barrier_cluster_arrive_\w+_relaxed_aligned": "arrive_at_cluster(false);",
     r"barrier_cluster_wait_\w+": "wait_for_cluster();",
@@ -79,8 +100,8 @@ extern "C" int run(int blocks, int seed, const int *priorities, int change, int 
 
 
 @dataclass(frozen=True)
-class MmaKernel(HopperKernel):
-    """A kernel with ``mma.sync`` that is compiled for the host, in clusters of so many CTAs."""
+class WatchedKernel(HopperKernel):
+    """A kernel that is compiled for the host and watched, in clusters of so many CTAs."""
 
     cluster: int = 1
 
@@ -115,8 +136,10 @@ class MmaKernel(HopperKernel):
         """Run all CTAs of a launch on arrays with gaps between them; see `HopperKernel.launch`."""
         tensors = {name: a for name, a in arguments.items() if isinstance(a, torch.Tensor)}
         placed = apart(tensors)
+        bases = {tensor.data_ptr(): placed[name].data_ptr() for name, tensor in tensors.items()}
+        maps = {n: a.at(bases[a.base]) for n, a in arguments.items() if isinstance(a, TensorMap)}
         try:
-            super().launch(blocks, schedule, {**arguments, **placed})
+            super().launch(blocks, schedule, {**arguments, **placed, **maps})
         except StuckError as error:
             raise StuckError(self._with_lines(str(error))) from None
         for name, tensor in tensors.items():
