@@ -142,8 +142,10 @@ template <class F> UNSEEN static void for_right(const Product &product, F act) {
         act(chunk(product.right, n / 8 * eight + n % 8 * 128 + k * 2), k, n);
   } else {
     for (int k = 0; k < 16; k++)
-      for (int n = 0; n < product.columns; n += 8)
-        act(chunk(product.right, n / 64 * leading + k / 8 * eight + k % 8 * 128 + n % 64 * 2), k, n);
+      for (int n = 0; n < product.columns; n += 8) {
+        uint row = k / 8 * eight + k % 8 * 128;
+        act(chunk(product.right, n / 64 * leading + row + n % 64 * 2), k, n);
+      }
   }
 }
 // A warp's rows of a left operand in shared memory, as well.

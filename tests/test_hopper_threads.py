@@ -112,10 +112,12 @@ def long_queue(made: HopperCase) -> Work:
 
     Where a warpgroup is alone there are more than twice as many.
     """
-    block, times = made.tile.block, 1 if made.tile.multipliers > 1 else 3
+    block, times = made.tile.block, made.tile.tasks // 8 if made.tile.multipliers > 1 else 4
     queries = [6, 1, 0, 10, 3, 9, 2, 4, 7] * times
     keys = [block, 3, 5, 4 * block, 1, 0, 2 * block + 9, 50, 20] * times
-    return made.work(made.draw(queries, keys, seed=1), 1, block)
+    work = made.work(made.draw(queries, keys, seed=1), 1, 3 * block)
+    assert len(work.lists["items"]) > made.tile.tasks
+    return work
 
 
 def check(made: HopperCase, kernel: HopperKernel) -> None:

@@ -148,11 +148,12 @@ class WatchedKernel(HopperKernel):
     def _with_lines(self, text: str) -> str:
         """Add the lines of the kernel's source that a report tells of."""
         path = self.library.functions._name
-        for address in re.findall(r"at (0x[0-9a-f]+)(?=[, \n]|$)", text):
-            asked = subprocess.run(
-                ["addr2line", "-i", "-e", path, address], check=True, capture_output=True, text=True
-            )
-            file, _, line = asked.stdout.splitlines()[-1].split()[0].rpartition(":")
+        addresses = re.findall(r"at (0x[0-9a-f]+)(?=[, \n]|$)", text)
+        command = ["addr2line", "-a", "-i", "-e", path, *addresses]
+        asked = subprocess.run(command, check=True, input="", capture_output=True, text=True)
+        told = re.split(r"^0x.*\n", asked.stdout, flags=re.M)[1:]
+        for address, lines in zip(addresses, told, strict=True):
+            file, _, line = lines.splitlines()[-1].split()[0].rpartition(":")
             if line.isdigit() and int(line):
                 code = Path(file).read_text().splitlines()[int(line) - 1].strip()
                 text += f"\n  {address} is line {line}: {code[:300]}"
