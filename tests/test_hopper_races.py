@@ -50,7 +50,7 @@ def whole_blocks(made: HopperCase) -> Work:
 
 
 def works(made: HopperCase) -> list[Work]:
-    return [whole_blocks(made), short_queues(made), long_queue(made)]
+    return [short_queues(made), whole_blocks(made), long_queue(made)]
 
 
 @pytest.fixture(scope="module")

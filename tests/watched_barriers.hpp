@@ -1,10 +1,6 @@
 // Barriers that show those who wait what those knew who arrived: warps at named barriers, phase by
 // phase, and threads at mbarriers.
 
-// Whether instructions of a whole warp, such as elect.sync and wgmma.wait_group, order what its
-// lanes do, as lanes that have converged are in fact: by the memory model they do not.
-static const bool ALIGNED_MEET = false;
-
 // What is shown in a phase, and in the one before it.
 struct Phases {
   Past shown[2];
@@ -80,7 +76,6 @@ UNSEEN static void expect_watched(uint address, uint bytes) {
   show(phases_of(address).now(), current);
   mbarrier_expect(address, bytes);
 }
-// Copies come after what their thread did before it began them: so does who waits for them.
 UNSEEN static void arrive_watched_after_copies(uint address) {
   add_past(phases_of(address).now(), carried[current]);
   arrive_after_copies(address);
@@ -95,7 +90,7 @@ UNSEEN static void bring_late(uint to, uint bytes, uint barrier, const char *whe
   int clock = BROUGHT + number_of_mbarrier(barrier), time = times[clock] + 1;
   write_late(to, bytes, clock, time, where);
   Past &shown = phases_of(barrier).now();
-  show(shown, current);
+  if (COPIES_SHOW) show(shown, current);
   shown.clocks[clock] = time;
 }
 

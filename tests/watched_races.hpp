@@ -13,6 +13,13 @@
 #define SEEN __attribute__((no_sanitize("thread"), noinline))
 #define HERE ((const char *)__builtin_return_address(0))
 
+// Whether instructions of a whole warp, such as elect.sync and wgmma.wait_group, order what its
+// lanes do, as lanes that have converged are in fact: by the memory model they do not.
+static const bool ALIGNED_MEET = false;
+// Whether who has waited for a copy knows what its thread did before it began it, which comes before
+// the copy; the text on cp.async.mbarrier.arrive promises no more than the copies themselves.
+static const bool COPIES_SHOW = true;
+
 static const int WORDS = SHARED_BYTES / 4 + 1, MOST_CTAS = 64, MOST_BARRIERS = 64, GAP = 4096;
 // Whose times there are: threads, what each of them copies, what warps multiply and what they store
 // in boxes, and what is brought to mbarriers.
@@ -207,7 +214,7 @@ extern "C" SEEN void __tsan_init() {}
 UNSEEN static void note_copy(uint to, uint bytes, const char *where) {
   int time = times[COPIES + current] = base_clock + threads[current].begun;
   write_late(to, bytes, COPIES + current, time, where);
-  show(carried[current], current);
+  if (COPIES_SHOW) show(carried[current], current);
   carried[current].clocks[COPIES + current] = time;
 }
 UNSEEN static void note_copied(uint64_t begun) { learn(COPIES + current, base_clock + begun); }
