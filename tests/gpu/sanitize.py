@@ -6,7 +6,8 @@ Build them first, so that no compiler runs under the tool::
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitize
 
 and the same with ``--tool racecheck`` and ``--tool synccheck``. Words choose kernels and batches:
-those whose lines have one of them.
+those whose lines have one of them. Of ``pieces`` racecheck reports work items that were replaced:
+it does not see that a lane which arrives at a barrier speaks for its warp (``docs/gpu``).
 """
 
 from __future__ import annotations
