@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import filelock
 
 from tvm_attn import env
+from tvm_attn._files import write_atomically
 from tvm_attn.codegen.compilers import find_compiler
 from tvm_attn.errors import ArtifactError
 
@@ -125,19 +125,6 @@ def name_with_compiler(name: str, key: str) -> str:
         return f"{name}-{compiler.label}"
     files = sorted(env.cache_dir().glob(f"{name}-nv*-{key}{SUFFIX}"))
     return files[0].name.removesuffix(f"-{key}{SUFFIX}") if files else name
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that no reader ever sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _path(name: str, key: str) -> Path:

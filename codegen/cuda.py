@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tvm_attn import _compat, env
-from tvm_attn.codegen.cache import write_atomically
+from tvm_attn._files import write_atomically
 from tvm_attn.codegen.children import Child
 from tvm_attn.codegen.compilers import Compiled, CudaCompiler, RefusedError, require_compiler
 from tvm_attn.codegen.device_module import DeviceModule, unpack

@@ -22,6 +22,7 @@ from tests.batches import random_batch
 from tests.caches import Cache, built_in, copied, made_once
 from tests.cases import kernel
 from tvm_attn import env, pipeline, variants
+from tvm_attn._host import native_cpu
 from tvm_attn.codegen import host
 from tvm_attn.codegen.cache import sources
 from tvm_attn.errors import ArtifactError, CompileError, DTypeError, TargetError
@@ -328,6 +329,24 @@ def test_a_recipe_that_is_damaged_is_made_again(
     ta.build(SMALL, variants.causal())
     assert names == ["causal"] and not cache.compiled
     assert recipe.read_text() == whole
+
+
+def test_what_is_cached_for_this_cpu_needs_no_tvm(
+    cache: Cache, run_python: Callable[..., str]
+) -> None:
+    native_cpu.cache_clear()
+    ta.build(SMALL, variants.causal())
+    printed = run_python(
+        """
+        import tvm_attn as ta
+        spec = ta.AttentionSpec(2, 2, 16, q_dtype="float32", page_size=None)
+        module = ta.build(spec, ta.variants.causal())
+        print(module.variant, [name for name in sys.modules if name.split(".")[0] == "tvm"])
+        """,
+        without_tvm=True,
+        env={env.CACHE_DIR.name: str(cache.folder)},
+    )
+    assert printed == "causal []\n"
 
 
 def test_a_recipe_without_a_part_is_not_used(cache: Cache) -> None:

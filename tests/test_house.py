@@ -26,7 +26,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("schedules", "codegen", "runtime")
 
-COMMON = {"errors", "env", "worklist"}
+COMMON = {"errors", "env", "worklist", "_files"}
 FACADES = {
     *("decode", "prefill", "cascade", "sparse", "page", "attention", "rope", "pod", "quantization"),
     *("relax", "cli", "bench", "demo", "viz", "__main__"),

@@ -13,7 +13,8 @@ import pytest
 
 import tvm_attn as ta
 from tvm_attn import env, pipeline
-from tvm_attn.codegen.cache import cached, write_atomically
+from tvm_attn._files import write_atomically
+from tvm_attn.codegen.cache import cached
 from tvm_attn.codegen.phases import dump
 from tvm_attn.spec import AttentionSpec
 

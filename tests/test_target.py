@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tvm_attn import _compat
+from tvm_attn import _compat, _host, env
 from tvm_attn._host import hidden_extensions, native_cpu
 from tvm_attn.errors import TargetError, TvmAttnError
 from tvm_attn.target import ARCHS, TAGS, Arch, BuildTarget, parse_target, portable_host
@@ -196,6 +198,72 @@ def test_extensions_that_the_system_hides_are_switched_off() -> None:
     assert hidden_extensions(model, "Features : asimd\n") == ()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """LLVM is asked for the CPU's name when there is a mark for it here, from an empty cache on."""
+    marks: list[str] = []
+    host_cpu = _compat.host_cpu
+
+    def ask() -> str:
+        marks.append("host_cpu")
+        return host_cpu()
+
+    monkeypatch.setattr(_compat, "host_cpu", ask)
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    native_cpu.cache_clear()
+    yield marks
+    native_cpu.cache_clear()
+
+
+def anew() -> tuple[str, tuple[str, ...]]:
+    """Return the CPU as another process finds it."""
+    native_cpu.cache_clear()
+    return native_cpu()
+
+
+on_x86 = pytest.mark.skipif(not _host._is_x86() or not _host.CPUINFO.exists(), reason="not x86")
+
+
+@on_x86
+def test_llvm_is_asked_once_for_a_model(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = native_cpu()
+    assert anew() == first and len(asked) == 1
+    cpuinfo = _host.CPUINFO.read_text()
+    for text, times in (
+        (cpuinfo.replace("cpu MHz\t\t: ", "cpu MHz\t\t: 1"), 1),
+        (cpuinfo.replace("stepping\t: ", "stepping\t: 1"), 2),
+    ):
+        monkeypatch.setattr(_host, "CPUINFO", tmp_path / "cpuinfo")
+        _host.CPUINFO.write_text(text)
+        assert anew() == first and len(asked) == times
+    monkeypatch.setattr(_compat, "tvm_version", lambda: "0.99")
+    assert anew() == first and len(asked) == 3
+
+
+@on_x86
+def test_what_the_system_hides_is_found_anew(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, _ = native_cpu()
+    [note] = (tmp_path / "cache").iterdir()
+    text = note.read_text().replace('"features": [', '"features": ["avx512fp16", ')
+    note.write_text(text)
+    assert anew()[0] == name and len(asked) == 2, "the note was not as it was written"
+    monkeypatch.setattr(_host, "CPUINFO_FLAGS", {"x87": "no such flag"})
+    assert anew() == (name, ("-x87",)) and len(asked) == 2
+
+
+@on_x86
+@pytest.mark.parametrize("folder", [os.devnull, f"{os.devnull}/cache"])
+def test_the_cpu_has_a_name_without_a_cache(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv(env.CACHE_DIR.name, folder)
+    assert native_cpu()[0] and anew()[0] and len(asked) == 2
+
+
 def test_portable_host() -> None:
     host = portable_host()
     assert host.kind == "llvm"
@@ -220,7 +288,7 @@ def test_arch_rows_are_checked() -> None:
             Arch(**{**row, **change})
 
 
-def test_gpu_targets_need_no_tvm(run_python: Callable[..., str]) -> None:
+def test_gpu_targets_need_no_tvm(run_python: Callable[..., str], tmp_path: Path) -> None:
     forms = [form for form in SM90_FORMS if not isinstance(form, BuildTarget)]
     printed = run_python(
         f"""
@@ -235,6 +303,7 @@ def test_gpu_targets_need_no_tvm(run_python: Callable[..., str]) -> None:
             print(type(error).__name__, error)
         """,
         without_tvm=True,
+        env={env.CACHE_DIR.name: str(tmp_path)},
     ).splitlines()
     assert printed[:2] == ["{'cuda -arch=sm_90a'}", "llvm -mcpu=x86-64-v3"]
     assert printed[2].startswith("DependencyError building a kernel needs TVM")

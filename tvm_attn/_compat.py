@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,14 @@ def import_tvm() -> ModuleType:
     check_version("apache-tvm", tvm.__version__, TVM_MIN, TVM_END)
     speed_up_tracing()
     return tvm  # type: ignore[no-any-return]
+
+
+def tvm_version() -> str:
+    """Return the version of TVM that is installed, without importing it; empty if none is."""
+    try:
+        return importlib.metadata.version("apache-tvm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def check_version(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import re
 from pathlib import Path
 
 from tvm_attn import _compat
+from tvm_attn._files import read_note, write_note
+
+CPUINFO = Path("/proc/cpuinfo")
+MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+"""Lines of it by which LLVM's answers are kept."""
 
 CPUINFO_FLAGS = {  # LLVM's name of a vector extension -> the kernel's name of it
     "avx": "avx",
@@ -40,7 +46,8 @@ def native_cpu() -> tuple[str, tuple[str, ...]]:
     """Return LLVM's name of the CPU, and the vector extensions of that CPU to switch off.
 
     LLVM goes by the model; a virtual machine or the kernel may offer fewer extensions than the
-    model has, and code that used them would be an illegal instruction.
+    model has, and code that used them would be an illegal instruction. What LLVM says of a model is
+    kept in the cache: to ask it takes importing TVM, which is 2 s.
 
     Returns
     -------
@@ -49,12 +56,24 @@ def native_cpu() -> tuple[str, tuple[str, ...]]:
     hidden : tuple of str
         Such as ``("-avx512f",)``; empty where the system offers all that the model has.
     """
-    name = _compat.host_cpu()
-    cpuinfo = Path("/proc/cpuinfo")
-    if not _is_x86() or not cpuinfo.exists():
-        return name, ()
-    features = _compat.cpu_features({"kind": "llvm", "mcpu": name})
-    return name, hidden_extensions(features, cpuinfo.read_text())
+    if not _is_x86() or not CPUINFO.exists():
+        return _compat.host_cpu(), ()
+    cpuinfo = CPUINFO.read_text()
+    note = f"cpu-{_model_key(cpuinfo)}"
+    said = read_note(note)
+    if said is None:
+        name = _compat.host_cpu()
+        features = _compat.cpu_features({"kind": "llvm", "mcpu": name})
+        said = {"name": name, "features": sorted(features)}
+        write_note(note, said)
+    return said["name"], hidden_extensions(frozenset(said["features"]), cpuinfo)
+
+
+def _model_key(cpuinfo: str) -> str:
+    """Return a key of the first CPU's model, and of the version of TVM, and LLVM with it."""
+    first = cpuinfo.split("\n\n")[0].splitlines()
+    lines = [line for line in first if line.split(":")[0].strip() in MODEL]
+    return hashlib.sha256("\n".join([_compat.tvm_version(), *lines]).encode()).hexdigest()[:32]
 
 
 def hidden_extensions(features: frozenset[str], cpuinfo: str) -> tuple[str, ...]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from tvm_attn import env
+from tvm_attn._files import read_note, write_note
 from tvm_attn._hook_code import hook_code
 from tvm_attn.codegen.cache import (
     cache_key,
@@ -19,7 +16,6 @@ from tvm_attn.codegen.cache import (
     is_cached,
     name_with_compiler,
     read_cached,
-    write_atomically,
 )
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.runtime.library import Library
@@ -108,15 +104,9 @@ def recall_recipe(request: str | None) -> Recipe | None:
     """Return the recipe of a request that was remembered, by this process or another."""
     if request is None:
         return None
-    if request not in _recipes:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or not whole
-            saved = json.loads(_path(request).read_text())
-            if saved["digest"] == _digest(saved["recipe"]):
-                parts = tuple(Part(**part) for part in saved["recipe"]["parts"])
-                later = saved["recipe"]["later"]
-                _recipes[request] = Recipe(
-                    parts, saved["recipe"]["why"], Part(**later) if later else None
-                )
+    if request not in _recipes and (saved := read_note(_note(request))):
+        parts, later = tuple(Part(**part) for part in saved["parts"]), saved["later"]
+        _recipes[request] = Recipe(parts, saved["why"], Part(**later) if later else None)
     return _recipes.get(request)
 
 
@@ -125,9 +115,7 @@ def remember_recipe(request: str | None, recipe: Recipe) -> None:
     if request is None:
         return
     _recipes[request] = recipe
-    saved = {"recipe": asdict(recipe), "digest": _digest(asdict(recipe))}
-    with suppress(OSError):
-        write_atomically(_path(request), json.dumps(saved).encode())
+    write_note(_note(request), asdict(recipe))
 
 
 def forget_loaded() -> None:
@@ -153,12 +141,8 @@ def beside(part: Part, generate: Callable[[str], Artifact]) -> dict[str, Callabl
     return {part.name: make}
 
 
-def _path(request: str) -> Path:
-    return env.cache_dir() / f"request-{request}.json"
-
-
-def _digest(recipe: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+def _note(request: str) -> str:
+    return f"request-{request}"
 
 
 def _read(path: Path) -> Loaded:
