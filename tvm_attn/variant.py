@@ -35,7 +35,8 @@ class AttentionVariant:
     Every hook gets a context ``ctx`` with int32 expressions ``batch, qo_idx, kv_idx, q_pos, kv_pos,
     qo_head, kv_head, qo_len, kv_len`` and the declared parameters as attributes, and returns TIR
     expressions. Where a hook has no key at hand (`query_transform`, `initial_state`,
-    `output_transform`, `kv_range`), reading ``kv_idx`` or ``kv_pos`` is an error.
+    `output_transform`, `kv_range`), reading ``kv_idx`` or ``kv_pos`` is an error. ``//`` and ``%``
+    round down as in Python; divided by 0, integers are 0.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from tvm import tirx
 
 from tvm_attn.errors import VariantError
 from tvm_attn.spec import Param
+from tvm_attn.tir.divisions import without_traps
 from tvm_attn.tir.hook_arrays import HookArray
 from tvm_attn.tir.signature import array
 from tvm_attn.tir.states import LOG2E, Accumulation, OnlineSoftmax, PlainSum, f32
@@ -126,25 +127,25 @@ class Hooks:
     def row_element(self, name: str, ctx: Context, x: Callable[[Expr], Expr], d: Expr) -> Expr:
         """Element `d` of a query, key or value row, transformed if the variant has the hook."""
         hook = getattr(self.variant, name)
-        return x(d) if hook is None else as_float(hook(ctx, x, d))
+        return x(d) if hook is None else _number(hook(ctx, x, d))
 
     def logit(self, ctx: Context, s: Expr) -> Expr:
         """Return the transformed logit."""
         if self.variant.logits_transform is None:
             return s
-        return as_float(self.variant.logits_transform(ctx, s))
+        return _number(self.variant.logits_transform(ctx, s))
 
     def visible(self, ctx: Context, inside: Expr) -> Expr:
         """Whether a key is visible: `inside` the range at hand, and not masked."""
         if self.variant.mask is None:
             return inside
-        return tirx.And(inside, as_bool(self.variant.mask(ctx)))
+        return tirx.And(inside, without_traps(as_bool(self.variant.mask(ctx))))
 
     def kv_range(self, ctx: Context, q_lo: Expr, q_hi: Expr) -> tuple[Expr, Expr]:
         """Key positions ``[lo, hi)`` that query positions ``q_lo..q_hi`` may see."""
         lo, hi = None, None
         if self.variant.kv_range is not None:
-            lo, hi = map(as_position, as_pair(self.variant.kv_range(ctx, q_lo, q_hi)))
+            lo, hi = map(_position, as_pair(self.variant.kv_range(ctx, q_lo, q_hi)))
         everything = (tirx.const(-MAX_POSITION, "int32"), tirx.const(MAX_POSITION, "int32"))
         return everything[0] if lo is None else lo, everything[1] if hi is None else hi
 
@@ -153,9 +154,9 @@ class Hooks:
         if self.variant.initial_state is None:
             return lse
         m, d = self.variant.initial_state(ctx)
-        seed = as_float(m) * f32(LOG2E)
+        seed = _number(m) * f32(LOG2E)
         top = tirx.max(lse, seed)
-        total = tirx.exp2(lse - top) + as_float(d) * tirx.exp2(seed - top)
+        total = tirx.exp2(lse - top) + _number(d) * tirx.exp2(seed - top)
         whole = tirx.Select(top == f32(math.inf), top, top + tirx.log2(total))
         return tirx.Select(lse == f32(-math.inf), lse, whole)
 
@@ -164,7 +165,7 @@ class Hooks:
         if self.variant.initial_state is None:
             return f32(1.0)
         m, d = self.variant.initial_state(ctx)
-        rest = as_float(d) * tirx.exp2(as_float(m) * f32(LOG2E) - lse)
+        rest = _number(d) * tirx.exp2(_number(m) * f32(LOG2E) - lse)
         return tirx.Select(lse == f32(-math.inf), f32(0.0), f32(1.0) / (f32(1.0) + rest))
 
     def key_positions(
@@ -178,7 +179,7 @@ class Hooks:
         """Return an output element after the variant's last word; empty rows stay 0."""
         if self.variant.output_transform is None:
             return o
-        said = as_float(self.variant.output_transform(ctx, o, lse))
+        said = _number(self.variant.output_transform(ctx, o, lse))
         if not self.variant.use_softmax:
             return said
         return tirx.Select(lse == f32(-math.inf), f32(0.0), said)
@@ -186,6 +187,17 @@ class Hooks:
 
 def _value(value: Expr, _: Context) -> Expr:
     return value
+
+
+def _number(said: Any) -> Expr:
+    """Return the number that a hook gave."""
+    return without_traps(as_float(said))
+
+
+def _position(said: Any) -> Expr | None:
+    """Return the bound of key positions that a hook gave, None if it gave none."""
+    position = as_position(said)
+    return None if position is None else without_traps(position)
 
 
 def read_bit(bits: Any, indptr: Any, ctx: Context) -> Expr:
