@@ -28,7 +28,7 @@ def load(path: str | os.PathLike[str]) -> AttentionModule:
     except TypeError as error:
         raise ArtifactError(f"path={path!r} names no file ({error})") from error
     artifact = read_artifact(file)
-    if "families" not in artifact.meta:
+    if not {"families", "spec"} <= set(artifact.meta):
         raise ArtifactError(f"{path} is no attention kernel; export one with kernel.export(path)")
     missing = missing_flags(artifact.meta["cpu_flags"])
     if missing:

@@ -349,6 +349,28 @@ def test_what_is_cached_for_this_cpu_needs_no_tvm(
     assert printed == "causal []\n"
 
 
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [("attention-*.tar", True), ("request-*.json", False)]
+)
+def test_files_that_changed_places_are_not_used(cache: Cache, kind: str, compiled: bool) -> None:
+    ta.build(SMALL, variants.causal() & variants.alibi())
+    one, other = cache.folder.glob(kind)
+    contents = one.read_bytes(), other.read_bytes()
+    other.write_bytes(contents[0])
+    one.write_bytes(contents[1])
+    pipeline.forget_loaded()
+    cache.compiled.clear()
+    assert ta.build(SMALL, variants.causal()).variant == "causal"
+    assert bool(cache.compiled) == compiled
+    of_causal = {contents[0], contents[1]} & {one.read_bytes(), other.read_bytes()}
+    assert len(of_causal) == 1, "the file of what was asked for is right again"
+
+
+def test_a_file_of_the_cache_is_no_kernel(cache: Cache) -> None:
+    with pytest.raises(ArtifactError, match="no attention kernel"):
+        ta.load(cache.kernel)
+
+
 def test_a_recipe_without_a_part_is_not_used(cache: Cache) -> None:
     cache.kernel.unlink()
     ta.build(SMALL, variants.causal())

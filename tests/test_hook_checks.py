@@ -120,6 +120,14 @@ def test_equality_is_not_decided_while_tracing(hook: Callable[..., Any]) -> None
     assert x in (x,), "outside of hooks TVM's answer stands"
 
 
+@pytest.mark.parametrize("divide", [tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod])
+def test_a_constant_divisor_is_not_0(divide: Callable[..., Any]) -> None:
+    def mask(ctx: Any) -> Any:
+        return divide(ctx.kv_pos, tirx.const(0, "int32")) == 0
+
+    assert_refused(AttentionVariant(mask=mask), mask, "divides an integer by 0")
+
+
 def test_truth_values_are_not_compared() -> None:
     def same(ctx: Any) -> Any:
         return (ctx.kv_pos < 5) == (ctx.q_pos < 6)

@@ -140,6 +140,8 @@ def test_our_tags_agree_with_tvm(tag: str) -> None:
             "-max_shared_memory_per_block=49152 cannot be chosen: .* it is 166912",
         ),
         ({"kind": "cuda", "arch": "sm_80", "num-cores": 3}, "-num-cores=3 .* nothing depends"),
+        ({"kind": "llvm", 1: 2}, "names of options, and tags, must be text"),
+        ({"tag": ["nvidia/nvidia-h100"]}, "names of options, and tags, must be text"),
         ("llvm -mcpu=x86-64-v3 -num-cores=4", "-num-cores=4 cannot be chosen"),
         ("cuda -arch=sm_90 -libs=cublas", r"cuda has no option \['libs'\], only -arch"),
         ("llvm -march=x86-64", r"llvm has no option \['march'\], only -mcpu, -mattr, -mtriple"),

@@ -29,14 +29,14 @@ def read_note(name: str) -> Any | None:
     """Return a note of the cache, None if there is none or it is not as it was written."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         saved = json.loads(_path(name).read_text())
-        if saved["digest"] == _digest(saved["note"]):
+        if saved["digest"] == _digest(name, saved["note"]):
             return saved["note"]
     return None
 
 
 def write_note(name: str, note: Any) -> None:
     """Have `read_note` find a note, in terms of JSON, wherever the cache can be written to."""
-    saved = {"note": note, "digest": _digest(note)}
+    saved = {"note": note, "digest": _digest(name, note)}
     with suppress(OSError, env.EnvError):
         write_atomically(_path(name), json.dumps(saved).encode())
 
@@ -45,5 +45,5 @@ def _path(name: str) -> Path:
     return env.cache_dir() / f"{name}.json"
 
 
-def _digest(note: Any) -> str:
-    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
+def _digest(name: str, note: Any) -> str:
+    return hashlib.sha256(json.dumps([name, note], sort_keys=True).encode()).hexdigest()

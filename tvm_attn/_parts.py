@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tvm_attn._files import read_note, write_note
@@ -17,6 +18,7 @@ from tvm_attn.codegen.cache import (
     name_with_compiler,
     read_cached,
 )
+from tvm_attn.errors import ArtifactError
 from tvm_attn.runtime.artifact import Artifact, read_artifact
 from tvm_attn.runtime.library import Library
 from tvm_attn.spec import AttentionSpec
@@ -29,6 +31,9 @@ _loaded: dict[str, Loaded] = {}
 """Artifacts this process has loaded, by cache key."""
 _recipes: dict[str, Recipe] = {}
 """Recipes this process has met, by the key of the request."""
+
+OWNER = "part"
+"""What the file of a part has besides the artifact's own meta data: the part's name and key."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Part:
     def recall(self) -> Loaded | None:
         """Return the part from memory or from the cache, None if it is in neither."""
         if self.key not in _loaded:
-            found = read_cached(self.name, self.key, _read)
+            found = read_cached(self.name, self.key, self._read)
             if found is None:
                 return None
             _loaded[self.key] = found
@@ -60,10 +65,22 @@ class Part:
     def obtain(self, generate: Callable[[str], Artifact]) -> Loaded:
         """Return the part from memory, from the cache, or newly compiled: ``generate(key)``."""
         if self.key not in _loaded:
-            _loaded[self.key] = cached(
-                self.name, self.key, _read, lambda: generate(self.key).to_bytes()
-            )
+            made = partial(self._make, generate)
+            _loaded[self.key] = cached(self.name, self.key, self._read, made)
         return _loaded[self.key]
+
+    def _make(self, generate: Callable[[str], Artifact]) -> bytes:
+        """Return the content of its file, which says whose it is."""
+        artifact = generate(self.key)
+        meta = {**artifact.meta, OWNER: f"{self.name}-{self.key}"}
+        return replace(artifact, meta=meta).to_bytes()
+
+    def _read(self, path: Path) -> Loaded:
+        artifact = read_artifact(path)
+        if artifact.meta.pop(OWNER, None) != f"{self.name}-{self.key}":
+            raise ArtifactError(f"{path} is the file of another part")
+        [(name, content)] = artifact.libraries.items()
+        return artifact, Library(content, list(artifact.devices.get(name, {}).values()))
 
 
 @dataclass(frozen=True)
@@ -143,9 +160,3 @@ def beside(part: Part, generate: Callable[[str], Artifact]) -> dict[str, Callabl
 
 def _note(request: str) -> str:
     return f"request-{request}"
-
-
-def _read(path: Path) -> Loaded:
-    artifact = read_artifact(path)
-    [(name, content)] = artifact.libraries.items()
-    return artifact, Library(content, list(artifact.devices.get(name, {}).values()))

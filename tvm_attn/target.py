@@ -294,7 +294,9 @@ def _parse_tag(tag: str) -> BuildTarget:
     return _parse_config(config)
 
 
-def _parse_config(config: dict[str, Any]) -> BuildTarget:
+def _parse_config(config: dict[Any, Any]) -> BuildTarget:
+    if not all(isinstance(name, str) for name in (*config, config.get("tag", ""))):
+        raise TargetError(f"target={config}: names of options, and tags, must be text; {_ALLOWED}")
     if "kind" not in config and "tag" in config:
         return _parse_tag(config["tag"])
     kind = config.pop("kind", None)

@@ -36,7 +36,7 @@ class AttentionVariant:
     qo_head, kv_head, qo_len, kv_len`` and the declared parameters as attributes, and returns TIR
     expressions. Where a hook has no key at hand (`query_transform`, `initial_state`,
     `output_transform`, `kv_range`), reading ``kv_idx`` or ``kv_pos`` is an error. ``//`` and ``%``
-    round down as in Python; divided by 0, integers are 0.
+    round down as in Python; integers divided by a parameter that is 0 are 0.
 
     Parameters
     ----------

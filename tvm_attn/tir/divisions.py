@@ -10,7 +10,8 @@ from tvm import tirx
 from tvm_attn.tir.hook_arrays import constant
 from tvm_attn.variant import Expr
 
-QUOTIENTS, REMAINDERS = (tirx.Div, tirx.FloorDiv), (tirx.Mod, tirx.FloorMod)
+QUOTIENTS = (tirx.Div, tirx.FloorDiv)
+DIVISIONS = (*QUOTIENTS, tirx.Mod, tirx.FloorMod)
 
 
 def without_traps(expr: Expr) -> Expr:
@@ -18,12 +19,12 @@ def without_traps(expr: Expr) -> Expr:
 
     A CPU would end the process, for the lowest number divided by -1 too; a GPU gives anything.
     """
-    return tvm_ffi.structural_map(expr, ((*QUOTIENTS, *REMAINDERS), _without_trap), order="post")
+    return tvm_ffi.structural_map(expr, (DIVISIONS, _without_trap), order="post")
 
 
 def _without_trap(division: Any) -> Expr:
     dtype, divisor = str(division.ty), division.b
-    if not dtype.startswith(("int", "uint")) or constant(divisor) not in (None, 0, -1):
+    if not dtype.startswith(("int", "uint")) or constant(divisor) not in (None, -1):
         return division
     zero = tirx.const(0, dtype)
     divided = type(division)(division.a, _safe(divisor))

@@ -15,7 +15,12 @@ from tvm_attn._hook_code import declaration
 from tvm_attn.errors import CompileError
 from tvm_attn.spec import AttentionSpec
 from tvm_attn.tir.hook_arrays import integer
-from tvm_attn.tir.hook_checks import check_comparisons, check_elements, check_variables
+from tvm_attn.tir.hook_checks import (
+    check_comparisons,
+    check_divisions,
+    check_elements,
+    check_variables,
+)
 from tvm_attn.tir.hooks import Hooks
 from tvm_attn.tir.truth import is_library, undecided
 from tvm_attn.tir.visibility import clear_bits_hide
@@ -131,6 +136,7 @@ def _checked(expr: Expr | None, given: _Given) -> str:
     if expr is not None:
         check_variables(expr, given.variables)
         check_comparisons(expr)
+        check_divisions(expr)
         if given.row is not None:
             check_elements(expr, given.row, given.arguments[-1])
     return str(expr)

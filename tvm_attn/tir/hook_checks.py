@@ -9,6 +9,7 @@ import tvm_ffi
 from tvm import DataTypeCode, ir, sym, tirx
 
 from tvm_attn.errors import VariantError
+from tvm_attn.tir.divisions import DIVISIONS
 from tvm_attn.tir.hook_arrays import constant
 from tvm_attn.variant import Expr
 
@@ -46,6 +47,20 @@ def check_comparisons(expr: Expr) -> None:
                 f"compares truth values in {comparison}; write (a & b) | (~a & ~b) for a == b, and "
                 "(a & ~b) | (~a & b) for a != b"
             )
+
+
+def check_divisions(expr: Expr) -> None:
+    """Refuse to divide integers by a constant 0; see `without_traps` for those that are variable.
+
+    Raises
+    ------
+    VariantError
+        If an expression does.
+    """
+    divisors: list[Any] = []
+    tvm_ffi.structural_walk(expr, (DIVISIONS, lambda division: divisors.append(division.b)))
+    if any(constant(divisor) == 0 for divisor in divisors):
+        raise VariantError("divides an integer by 0")
 
 
 def check_elements(expr: Expr, row: Any, d: Any) -> None:
