@@ -13,7 +13,7 @@ from typing import Any
 
 import filelock
 
-from tvm_attn import env
+from tvm_attn import _compat, env
 from tvm_attn._files import write_atomically
 from tvm_attn.codegen.compilers import find_compiler
 from tvm_attn.errors import ArtifactError
@@ -33,7 +33,7 @@ def cache_key(content: Mapping[str, Any]) -> str:
     everything = {
         **content,
         "source": _source_hash(),
-        "tvm": importlib.metadata.version("apache-tvm"),
+        "tvm": _compat.tvm_version(),
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
     }
     text = json.dumps(everything, sort_keys=True)

@@ -32,8 +32,8 @@ _loaded: dict[str, Loaded] = {}
 _recipes: dict[str, Recipe] = {}
 """Recipes this process has met, by the key of the request."""
 
-OWNER = "part"
-"""What the file of a part has besides the artifact's own meta data: the part's name and key."""
+STEM = "part"
+"""What the file of a part has besides the artifact's own meta data: its name, less the suffix."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Part:
     def recall(self) -> Loaded | None:
         """Return the part from memory or from the cache, None if it is in neither."""
         if self.key not in _loaded:
-            found = read_cached(self.name, self.key, self._read)
+            found = read_cached(self.name, self.key, _read)
             if found is None:
                 return None
             _loaded[self.key] = found
@@ -66,21 +66,14 @@ class Part:
         """Return the part from memory, from the cache, or newly compiled: ``generate(key)``."""
         if self.key not in _loaded:
             made = partial(self._make, generate)
-            _loaded[self.key] = cached(self.name, self.key, self._read, made)
+            _loaded[self.key] = cached(self.name, self.key, _read, made)
         return _loaded[self.key]
 
     def _make(self, generate: Callable[[str], Artifact]) -> bytes:
-        """Return the content of its file, which says whose it is."""
+        """Return the content of its file, which says what that is called."""
         artifact = generate(self.key)
-        meta = {**artifact.meta, OWNER: f"{self.name}-{self.key}"}
+        meta = {**artifact.meta, STEM: f"{self.name}-{self.key}"}
         return replace(artifact, meta=meta).to_bytes()
-
-    def _read(self, path: Path) -> Loaded:
-        artifact = read_artifact(path)
-        if artifact.meta.pop(OWNER, None) != f"{self.name}-{self.key}":
-            raise ArtifactError(f"{path} is the file of another part")
-        [(name, content)] = artifact.libraries.items()
-        return artifact, Library(content, list(artifact.devices.get(name, {}).values()))
 
 
 @dataclass(frozen=True)
@@ -160,3 +153,11 @@ def beside(part: Part, generate: Callable[[str], Artifact]) -> dict[str, Callabl
 
 def _note(request: str) -> str:
     return f"request-{request}"
+
+
+def _read(path: Path) -> Loaded:
+    artifact = read_artifact(path)
+    if artifact.meta.pop(STEM, None) != path.stem:
+        raise ArtifactError(f"{path} is the file of another part")
+    [(name, content)] = artifact.libraries.items()
+    return artifact, Library(content, list(artifact.devices.get(name, {}).values()))

@@ -38,10 +38,7 @@ def check_comparisons(expr: Expr) -> None:
     VariantError
         If an expression does.
     """
-    found: list[Any] = []
-    for kind in (tirx.EQ, tirx.NE):
-        tvm_ffi.structural_walk(expr, (kind, found.append))
-    for comparison in found:
+    for comparison in _found(expr, tirx.EQ, tirx.NE):
         if comparison.a.ty.matches_code(DataTypeCode.BOOL):
             raise VariantError(
                 f"compares truth values in {comparison}; write (a & b) | (~a & ~b) for a == b, and "
@@ -57,9 +54,7 @@ def check_divisions(expr: Expr) -> None:
     VariantError
         If an expression does.
     """
-    divisors: list[Any] = []
-    tvm_ffi.structural_walk(expr, (DIVISIONS, lambda division: divisors.append(division.b)))
-    if any(constant(divisor) == 0 for divisor in divisors):
+    if any(constant(division.b) == 0 for division in _found(expr, *DIVISIONS)):
         raise VariantError("divides an integer by 0")
 
 
@@ -90,13 +85,14 @@ def check_elements(expr: Expr, row: Any, d: Any) -> None:
 
 def _indices(expr: Expr, row: Any) -> list[Any]:
     """Return the indices at which an expression reads a row."""
-    found = []
+    loads = _found(expr, ir.TensorLoad)
+    return [load.indices[0] for load in loads if load.source.same_as(row)]
 
-    def note(load: Any) -> None:
-        if load.source.same_as(row):
-            found.append(load.indices[0])
 
-    tvm_ffi.structural_walk(expr, (ir.TensorLoad, note))
+def _found(expr: Expr, *kinds: type) -> list[Any]:
+    """Return the parts of an expression that are of some kinds."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(expr, (kinds, found.append))
     return found
 
 
