@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +36,54 @@ class Cache:
         """The one file of a kernel."""
         [path] = self.folder.glob("attention-*.tar")
         return path
+
+    def build_without_tvm(self, run_python: Callable[..., str], request: str) -> str:
+        """Build in a process that has no TVM; return the variant's name, and what it imported."""
+        code = f"""
+        import tvm_attn as ta
+        module = ta.build({request})
+        print(module.variant, [name for name in sys.modules if name.split(".")[0] == "tvm"])
+        """
+        variables = {env.CACHE_DIR.name: str(self.folder)}
+        return run_python(code, without_tvm=True, env=variables)
+
+
+BUILD_WHEN_TOLD = """
+import sys
+import tvm_attn as ta
+from tvm_attn import _compat
+_compat.import_tvm()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def built_at_once(code: str, cache: Path, root: Path, seconds: int) -> tuple[str, list[str]]:
+    """Run some code in two processes at once; return what each prints, and the parts they built."""
+    variables = {**os.environ, env.CACHE_DIR.name: str(cache), env.LOG.name: "info"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD_WHEN_TOLD + code],
+            cwd=root,
+            env=variables,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    results = [process.communicate(timeout=seconds) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert results[0][0] == results[1][0]
+    log = "".join(err for _, err in results)
+    return results[0][0], re.findall(r"building (\w+)-", log)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Made]) -> Made:

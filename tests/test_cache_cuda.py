@@ -6,10 +6,8 @@ import importlib.util
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 import tvm_attn as ta
-from tests.caches import Cache, built_in, copied, made_once
+from tests.caches import Cache, built_at_once, built_in, copied, made_once
 from tests.test_artifacts import rewritten
 from tvm_attn import cli, env, pipeline, variants
 from tvm_attn.codegen import compilers, kernels
@@ -306,17 +304,9 @@ def test_what_is_cached_needs_no_compiler(cache: Cache, monkeypatch: pytest.Monk
 
 
 def test_what_is_cached_needs_no_tvm(cache: Cache, run_python: Callable[..., str]) -> None:
-    printed = run_python(
-        """
-        import tvm_attn as ta
-        spec = ta.AttentionSpec(2, 2, 64, page_size=None)
-        module = ta.build(spec, ta.variants.causal(), "cuda -arch=sm_80")
-        print(module.variant, [name for name in sys.modules if name.split(".")[0] == "tvm"])
-        """,
-        without_tvm=True,
-        env={env.CACHE_DIR.name: str(cache.folder)},
-    )
-    assert printed == "causal []\n"
+    spec = "ta.AttentionSpec(2, 2, 64, page_size=None)"
+    request = f'{spec}, ta.variants.causal(), "cuda -arch=sm_80"'
+    assert cache.build_without_tvm(run_python, request) == "causal []\n"
 
 
 def test_many_kernels(cache: Cache) -> None:
@@ -330,12 +320,6 @@ def test_many_kernels(cache: Cache) -> None:
 
 
 BUILD = """
-import sys
-import tvm_attn as ta
-from tvm_attn import _compat
-_compat.import_tvm()
-print("ready", flush=True)
-sys.stdin.readline()
 spec = ta.AttentionSpec(2, 2, 64, page_size=None)
 module = ta.build(spec, ta.variants.causal(), "cuda -arch=sm_80")
 print(len(module.source), sorted(module.resources["kernels"]))
@@ -345,33 +329,13 @@ print(len(module.source), sorted(module.resources["kernels"]))
 def test_two_processes_compile_what_is_missing_once(
     built: Built, tmp_path: Path, root: Path
 ) -> None:
-    """The planner, here; `tests/test_artifacts.py` has whole kernels, of a CPU."""
+    """The planner, here; `tests/test_cache.py` has whole kernels, of a CPU."""
     shutil.copytree(built.folder / "cache", tmp_path, dirs_exist_ok=True)
     [missing] = tmp_path.glob("planner-*.tar")
     missing.unlink()
-    variables = {**os.environ, env.CACHE_DIR.name: str(tmp_path), env.LOG.name: "info"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD],
-            cwd=root,
-            env=variables,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    results = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    assert results[0][0] == results[1][0] and "attention_long" in results[0][0]
-    log = "".join(err for _, err in results)
-    assert re.findall(r"building (\w+)-", log) == ["planner"], log
+    printed, parts = built_at_once(BUILD, tmp_path, root, seconds=240)
+    assert "attention_long" in printed
+    assert parts == ["planner"]
     assert missing.exists()
 
 
